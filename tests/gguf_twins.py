@@ -1,7 +1,8 @@
-"""Tiny folders, and the GGUF files that llama.cpp's own converter makes of them.
+"""Tiny folders, and the GGUF files that llama.cpp's converter makes of them.
 
-`LLAMA_CPP` names the folder of llama.cpp's source: `vendor/llama.cpp` in the sdist of `llama-cpp-python`. Its
-converter runs without a vocabulary, which it would only take where it knows the tokenizer's hash.
+`LLAMA_CPP` names the folder of llama.cpp's source: `vendor/llama.cpp` in the sdist of
+`llama-cpp-python`. Its converter runs without a vocabulary, which it would only take where it knows
+the tokenizer's hash.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ SCRIPT = "convert_hf_to_gguf.py"
 
 
 def llama_cpp() -> Path | None:
-    """Return the folder of llama.cpp's source, None where nobody names it."""
-    named = os.environ.get("LLAMA_CPP")
-    return Path(named) if named and Path(named, SCRIPT).is_file() else None
+    """Return the folder of llama.cpp's source, None where `LLAMA_CPP` does not name one."""
+    folder = os.environ.get("LLAMA_CPP")
+    return Path(folder) if folder and Path(folder, SCRIPT).is_file() else None
 
 
 def _variant(folder: Path, name: str, config: Mapping[str, Any]) -> Path:
@@ -66,10 +67,10 @@ def _with_keys(folder: Path, keys: Mapping[str, Any]) -> Path:
     return folder
 
 
-OPTIONS = dict.fromkeys(("mimo_v2", "qwen35_moe", "qwen3_next"), ("--no-mtp",))
-"""Of the converter."""
-PUBLISHED = ("mimo_v2", "step3", "mimo_v2_mtp", "step3_mtp")
-"""Read by the converter as their published configurations say, which `transformers` says in another way."""
+CONVERTER_OPTIONS = dict.fromkeys(("mimo_v2", "qwen35_moe", "qwen3_next"), ("--no-mtp",))
+"""Options of the converter for some twins."""
+READ_AS_PUBLISHED = ("mimo_v2", "step3", "mimo_v2_mtp", "step3_mtp")
+"""Twins whose configuration the converter reads as published, which `transformers` would change."""
 YARN = {
     "type": "yarn",
     "factor": 4.0,
@@ -79,13 +80,13 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }
-HALF = {"query_pre_attn_scalar": 16}
-"""Of heads of 16, whose root scores are divided by."""
-KEYS: dict[str, dict[str, Any]] = {
+HEAD_SCALE = {"query_pre_attn_scalar": 16}
+"""The score scale of heads of 16 elements."""
+CONFIG_KEYS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
-    "gemma2": HALF,
-    "gemma3": {**HALF, "sliding_window_pattern": 6, "num_hidden_layers": 7},
+    "gemma2": HEAD_SCALE,
+    "gemma3": {**HEAD_SCALE, "sliding_window_pattern": 6, "num_hidden_layers": 7},
     "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4},
     "cohere2": {"rotary_pct": 1.0, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]},
     "hunyuan": {"rope_scaling": None, "rope_theta": 1e4},
@@ -114,7 +115,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }
-"""What a file can say, where the recipe's own choice is lost by the converter."""
+"""Values that a file can express, where the converter loses the recipe's."""
 NOT_CONVERTED = (
     "ministral",
     "muse_glimmer",
@@ -123,15 +124,15 @@ NOT_CONVERTED = (
     "glm",
     "gemma3_listed",
 )
-"""Classes that the converter does not know, and choices that its files cannot say."""
+"""Classes that the converter does not know, and values that its files cannot express."""
 TWINS: dict[str, Callable[[Path], Path]] = {
     **{
-        name: partial(_family, name=name, config=KEYS.get(name, {}))
+        name: partial(_family, name=name, config=CONFIG_KEYS.get(name, {}))
         for name in FAMILIES
         if name not in NOT_CONVERTED
     },
     **{
-        name: partial(_variant, name=name, config=KEYS.get(name, {}))
+        name: partial(_variant, name=name, config=CONFIG_KEYS.get(name, {}))
         for name in VARIANTS
         if name not in NOT_CONVERTED
     },
@@ -141,7 +142,7 @@ TWINS: dict[str, Callable[[Path], Path]] = {
     **{
         f"{variant}_mtp": partial(
             _mtp,
-            config={**KEYS.get(variant, {}), "num_nextn_predict_layers": 1},
+            config={**CONFIG_KEYS.get(variant, {}), "num_nextn_predict_layers": 1},
             family=family,
             variant=variant,
             kind="copy",
@@ -156,38 +157,38 @@ TWINS: dict[str, Callable[[Path], Path]] = {
         )
     },
 }
-"""By names, what writes their folders."""
+"""The functions that write the twins' folders, by name."""
 
 
 def convert(source: Path, folder: Path, out: Path, kind: str = "f32", *options: str) -> Path:
-    """Run the converter in a process of its own. Raises CalledProcessError with what it said."""
+    """Run the converter in a separate process. Raises CalledProcessError with its output."""
     command = [sys.executable, "-W", "ignore", __file__, str(source), str(folder), str(out), kind]
     subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     return out
 
 
 def main(source: str, folder: str, out: str, kind: str, *options: str) -> None:
-    """Run the converter here, with no vocabulary set."""
+    """Run the converter in this process, without a vocabulary."""
     sys.path[:0] = [source, str(Path(source, "gguf-py"))]
     conversion: Any = __import__("conversion.base")
     find = conversion.get_model_class
 
-    def without_vocabulary(kind: Any) -> None:
+    def drop_vocabulary(kind: Any) -> None:
         kind.set_vocab = lambda self: self.gguf_writer.add_tokenizer_model("none")
-        for each in kind.__subclasses__():
-            without_vocabulary(each)
+        for subclass in kind.__subclasses__():
+            drop_vocabulary(subclass)
 
-    def found(*args: Any, **keys: Any) -> Any:
-        result = find(*args, **keys)
-        without_vocabulary(conversion.base.TextModel)
-        return result
+    def find_text_class(*args: Any, **keys: Any) -> Any:
+        model_class = find(*args, **keys)
+        drop_vocabulary(conversion.base.TextModel)
+        return model_class
 
-    def as_published(folder: Path, *_: object) -> Any:
+    def read_published_config(folder: Path, *_: object) -> Any:
         return json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
 
-    if Path(folder).name in PUBLISHED:
-        conversion.base.ModelBase.load_hparams = staticmethod(as_published)
-    conversion.get_model_class = found
+    if Path(folder).name in READ_AS_PUBLISHED:
+        conversion.base.ModelBase.load_hparams = staticmethod(read_published_config)
+    conversion.get_model_class = find_text_class
     sys.argv = [SCRIPT, folder, "--outfile", out, "--outtype", kind, *options]
     runpy.run_path(str(Path(source, SCRIPT)), run_name="__main__")
 

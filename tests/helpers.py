@@ -122,7 +122,9 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def make_engine(model: Path, **options: Any) -> Engine:
-    """Make a small engine: one thread, torch in float32, a short context, fixed k, or as `options` say."""
+    """Make a small engine: one thread, torch in float32, a short context, fixed k, or as `options`
+    say.
+    """
     options = {
         "threads": 1,
         "dtype": "float32",
@@ -145,7 +147,9 @@ def get_local_queue(engine: Engine) -> LocalRoundQueue:
 
 
 def make_fast_engine(model: Path, **options: Any) -> Engine:
-    """Call `make_engine` with C kernels where there are any: for tests of decisions, not of arithmetic."""
+    """Call `make_engine` with C kernels where there are any: for tests of decisions, not of
+    arithmetic.
+    """
     return make_engine(model, **{"kernels": "auto", **options})
 
 
@@ -203,7 +207,9 @@ def assert_same_runs(runs: list[Run], expected: list[Run], reason: object = "") 
 def make_next_turn(
     prompt: Prompt, reply: list[int], params: SamplingParams, message: Prompt = (7, 8, 9)
 ) -> Request:
-    """Make a request that continues a prompt and its reply, with spans that mark the reply as generated."""
+    """Make a request that continues a prompt and its reply, with spans that mark the reply as
+    generated.
+    """
     spans = (("prompt", len(prompt)), ("generated", len(reply)), ("prompt", len(message)))
     return Request("x", (*prompt, *reply, *message), params, spans if message else spans[:2])
 
@@ -215,7 +221,8 @@ def run_one(model: Path, prompt: Prompt, params: SamplingParams, **options: Any)
 def compute_logits(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> torch.Tensor:
     """Return float32 logits [T, V] of a prompt.
 
-    Full chunks go through the prefill program, the remaining rows through tiles; chunk 0: tiles only.
+    Full chunks go through the prefill program, the remaining rows through tiles; chunk 0: tiles
+    only.
     """
     runner = engine.round_queue.runner
     ids = torch.tensor([prompt])
@@ -309,7 +316,9 @@ def read_weights_error(
 
 
 def truncate_on_open(patch: pytest.MonkeyPatch, shard_path: Path) -> None:
-    """Truncate a checkpoint's file at the worst moment: it was opened, and checked to be the expected one."""
+    """Truncate a checkpoint's file at the worst moment: it was opened, and checked to be the
+    expected one.
+    """
     open_shard = Checkpoint.open_shard
 
     def open_truncated(self: Checkpoint, shard: Path) -> int:

@@ -27,7 +27,9 @@ MTP_HEADS: dict[str, dict[str, Any]] = {
     "deepseek": {"family": "deepseek", "variant": "deepseek_v3"},
 }
 ODD_LAYERS = {"residual_gain": lambda layer: 0.06 if layer % 2 else 0.012}
-"""Options of a target whose odd layers count for more, so that an MTP module like them often agrees."""
+"""Options of a target whose odd layers count for more, so that an MTP module like them often
+agrees.
+"""
 MTP_FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2": {"family": "mimo_v2", "variant": "mimo_v2", "modules": 2},
     "step3": {"family": "step3", "variant": "step3", "modules": 3},

@@ -32,7 +32,7 @@ from tests.invisible_matrix import FEW_TOKENS_BIAS, PROMPTS, VOCAB
 from tests.pairs import DRAFT_LENGTHS, LOOKUP_LENGTH, Pair, Pairs, damped_gain
 from tests.prompt_lookup import match_length
 from tests.runtime.eagle3_reference import PlainEagle3
-from tests.runtime.test_runtime_mtp import compared
+from tests.runtime.test_runtime_mtp import compare_drafts
 from tests.test_invisible import round_decisions, run_workload
 
 K = 3  # What a model drafts at most.
@@ -318,7 +318,7 @@ def assert_the_reference_s(
 ) -> None:
     assert headed.reference is not None
     most = 4 + 12 // len(runs)
-    wrong, seen, _ = compared(headed.reference(), list(zip(prompts, runs, strict=True)), most)
+    wrong, seen, _ = compare_drafts(headed.reference(), list(zip(prompts, runs, strict=True)), most)
     assert seen > 10 and wrong == 0
 
 
@@ -384,7 +384,7 @@ def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str)
     queue = get_local_queue(engine)
     state = queue.state
     laws = queue.sampler.draft_distributions
-    known = set(plain.said.tolist() if isinstance(plain, PlainEagle3) else range(320))
+    known = set(plain.draft_ids.tolist() if isinstance(plain, PlainEagle3) else range(320))
     assert laws is not None
 
     def look(record: RoundRecord) -> None:

@@ -1,4 +1,5 @@
-"""What becomes of each causal and image-text class of `transformers`: opened, or refused with what it lacks.
+"""The result for each causal and image-text class of `transformers`: opened, or refused with
+reasons.
 
 `python -m tests.test_every_class` writes the table that `docs/supported_models.py` links to.
 """
@@ -20,16 +21,17 @@ from tests.recipes.tiny import write_tokenizer
 
 TABLE = Path(__file__).parents[1] / "docs" / "every-class.md"
 DRAFTERS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
-# What only code beside published checkpoints defines.
-ELSEWHERE = {"MiMoForCausalLM", "Step3p5ForCausalLM", "MuseGlimmerForCausalLM"}
-SAID: dict[str, dict[str, Any]] = {
+NOT_IN_TRANSFORMERS = {"MiMoForCausalLM", "Step3p5ForCausalLM", "MuseGlimmerForCausalLM"}
+"""Classes that only the code in published checkpoints defines."""
+RELEASE_VALUES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "GraniteMoeHybridForCausalLM": {"layer_types": [*["mamba"] * 31, "attention"]},
     "Lfm2ForCausalLM": {"layer_types": [*["conv"] * 31, "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": [*["conv"] * 31, "full_attention"]},
-}  # What every release of a class says, and its defaults do not.
-SMALL: dict[str, Any] = {
+}
+"""Values of every release of a class that are not its defaults."""
+SMALL_SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -78,22 +80,25 @@ SMALL: dict[str, Any] = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
     "time_step_min": 1e-9,
-}  # Sizes that take no time; the library bounds Mamba-2's steps of prompts from below, and no others.
+}
+"""Small sizes; the library has a lower bound of Mamba-2's steps in prompts, and no other bound."""
 
 
-def classes() -> list[str]:
+def list_classes() -> list[str]:
     from transformers.models.auto import modeling_auto as auto
 
     maps = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return sorted({*maps[0].values(), *maps[1].values(), *SUPPORTED_ARCHITECTURES} - ELSEWHERE)
+    return sorted(
+        {*maps[0].values(), *maps[1].values(), *SUPPORTED_ARCHITECTURES} - NOT_IN_TRANSFORMERS
+    )
 
 
-def verdict(name: str, folder: Path) -> tuple[str, str]:
+def classify(name: str, folder: Path) -> tuple[str, str]:
     import transformers
 
-    made: Any = getattr(transformers, name)
+    model_class: Any = getattr(transformers, name)
     try:
-        config = made.config_class(**SAID.get(name, {}))
+        config = model_class.config_class(**RELEASE_VALUES.get(name, {}))
         config.architectures = [name]
         config.save_pretrained(folder)
     except Exception as error:  # whatever the library makes of its own defaults
@@ -101,40 +106,51 @@ def verdict(name: str, folder: Path) -> tuple[str, str]:
     try:
         read = ModelFolder(folder).config
     except SpdError as error:
-        why = re.sub(r"^.*config\.json: ", "", error.message)
-        why = "" if why.startswith("architectures: ") else why
-        return "refused", "; ".join(filter(None, (why, *error.reason)))
+        reason = re.sub(r"^.*config\.json: ", "", error.message)
+        reason = "" if reason.startswith("architectures: ") else reason
+        return "refused", "; ".join(filter(None, (reason, *error.reason)))
     return ("drafts" if read.head_kind else "opens"), ""
 
 
-def spoken(name: str, folder: Path) -> str:
-    """How far logits of a small model of a class are from the library's; empty where none can be built."""
+def compare_logits(name: str, folder: Path) -> str:
+    """Compare logits of a small model of a class with the library's; return the result in words.
+
+    Empty where the class reads images, whose sizes differ.
+    """
     import torch
     import transformers
 
-    made: Any = getattr(transformers, name)
+    model_class: Any = getattr(transformers, name)
     try:
-        usual = made.config_class(**SAID.get(name, {}))
-        text = usual.get_text_config()
-        said = {key for key in SMALL if getattr(text, key, None) is not None}
-        latent = "kv_lora_rank" in said
-        said = (
-            said - {"head_dim"} if latent or not hasattr(text, "head_dim") else said | {"head_dim"}
+        default_config = model_class.config_class(**RELEASE_VALUES.get(name, {}))
+        text = default_config.get_text_config()
+        keys = {key for key in SMALL_SIZES if getattr(text, key, None) is not None}
+        latent = "kv_lora_rank" in keys
+        keys = (
+            keys - {"head_dim"} if latent or not hasattr(text, "head_dim") else keys | {"head_dim"}
         )
-        small = {key: SMALL[key] for key in said}
-        kinds = {key: each[-4:] for key, each in SAID.get(name, {}).items() if "layer" in key}
-        if text is not usual:
+        small = {key: SMALL_SIZES[key] for key in keys}
+        kinds = {
+            key: value[-4:] for key, value in RELEASE_VALUES.get(name, {}).items() if "layer" in key
+        }
+        if text is not default_config:
             return ""  # what sees images has sizes of its own besides
         if latent:
             small["num_key_value_heads"] = small["num_attention_heads"]
         torch.manual_seed(0)
-        model = made(made.config_class(**{**SAID.get(name, {}), **small, **kinds})).float().eval()
+        model = (
+            model_class(
+                model_class.config_class(**{**RELEASE_VALUES.get(name, {}), **small, **kinds})
+            )
+            .float()
+            .eval()
+        )
         prompt = random_prompts(1, 40, 300)[0]
         with torch.no_grad():
             for weight in model.parameters():
                 std = 0.1 if weight.dim() < 2 else weight.shape[-1] ** -0.5
                 weight.add_(torch.randn_like(weight) * std)
-            wanted = model(torch.tensor([prompt])).logits[0]
+            expected = model(torch.tensor([prompt])).logits[0]
         model.save_pretrained(folder)
         write_tokenizer(folder, 320, 512)
     except (
@@ -142,24 +158,24 @@ def spoken(name: str, folder: Path) -> str:
     ) as error:  # sizes that do not fit together, or whatever else the library refuses
         return f"not built small ({type(error).__name__})"
     try:
-        far = float((compute_logits(make_engine(folder), prompt) - wanted).abs().max())
+        distance = float((compute_logits(make_engine(folder), prompt) - expected).abs().max())
     except SpdError as error:  # such as a part of a head that is too small to turn
         return f"not opened small ({type(error).__name__})"
-    return "logits equal" if far < 1e-3 else f"logits differ by {far:.2g}"
+    return "logits equal" if distance < 1e-3 else f"logits differ by {distance:.2g}"
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
+def iterate_rows() -> Iterator[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as parent:
-        for name in classes():
-            state, why = verdict(name, Path(parent, name))
+        for name in list_classes():
+            state, reason = classify(name, Path(parent, name))
             yield (
                 name,
                 state,
-                spoken(name, Path(parent, f"{name}-small")) if state == "opens" else why,
+                compare_logits(name, Path(parent, f"{name}-small")) if state == "opens" else reason,
             )
 
 
-def table(rows: list[tuple[str, str, str]]) -> str:
+def format_table(rows: list[tuple[str, str, str]]) -> str:
     import transformers
 
     version = ".".join(transformers.__version__.split(".")[:2])
@@ -169,7 +185,7 @@ def table(rows: list[tuple[str, str, str]]) -> str:
     ]
     lines += ["| class | spd | why |", "| --- | --- | --- |"]
     return (
-        "\n".join([*lines, *(f"| `{name}` | {state} | {why} |" for name, state, why in rows)])
+        "\n".join([*lines, *(f"| `{name}` | {state} | {reason} |" for name, state, reason in rows)])
         + "\n"
     )
 
@@ -177,23 +193,28 @@ def table(rows: list[tuple[str, str, str]]) -> str:
 @pytest.mark.slow
 def test_every_class_opens_or_is_refused_by_name(say: Any) -> None:
     pytest.importorskip("transformers")
-    found = list(rows())
-    for row in found:
+    all_rows = list(iterate_rows())
+    for row in all_rows:
         say("  ".join(row))
     by_state = defaultdict[str, dict[str, str]](dict)
-    for name, state, why in found:
-        by_state[state][name] = why
-    known = {*by_state["opens"], *by_state["drafts"], *by_state["not built"]}
-    assert set(SUPPORTED_ARCHITECTURES) - ELSEWHERE <= known
-    spoke = [why for why in by_state["opens"].values() if why]
-    assert not any("differ" in why for why in spoke) and spoke.count("logits equal") > 20, spoke
+    for name, state, reason in all_rows:
+        by_state[state][name] = reason
+    recognized = {*by_state["opens"], *by_state["drafts"], *by_state["not built"]}
+    assert set(SUPPORTED_ARCHITECTURES) - NOT_IN_TRANSFORMERS <= recognized
+    comparisons = [reason for reason in by_state["opens"].values() if reason]
+    assert (
+        not any("differ" in reason for reason in comparisons)
+        and comparisons.count("logits equal") > 20
+    ), comparisons
     assert by_state["drafts"] and by_state["drafts"].keys() <= set(DRAFTERS)
     refused = by_state["refused"].values()
     assert len(refused) > 100 and all(
-        "nearest supported: " in why and "missing: " in why for why in refused
+        "nearest supported: " in reason and "missing: " in reason for reason in refused
     )
-    assert TABLE.read_text(encoding="utf-8") == table(found), "python -m tests.test_every_class"
+    assert TABLE.read_text(encoding="utf-8") == format_table(all_rows), (
+        "python -m tests.test_every_class"
+    )
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(list(rows())), encoding="utf-8")
+    TABLE.write_text(format_table(list(iterate_rows())), encoding="utf-8")

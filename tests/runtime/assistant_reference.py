@@ -1,4 +1,4 @@
-"""`transformers`' own assistant beside its target: no cache, every text computed anew, in float64."""
+"""The assistant of `transformers` with its target: no cache, every text computed anew, in float64."""
 
 from __future__ import annotations
 
@@ -8,47 +8,51 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.runtime.mtp_reference import HOW, chosen
+from tests.runtime.mtp_reference import LIBRARY_OPTIONS, choose_token
 
 
 class LibraryAssistant:
-    """An assistant of `transformers` beside its target: no cache, every text computed anew, in float64."""
+    """An assistant of `transformers` with its target: no cache, every text computed anew, in
+    float64.
+    """
 
     def __init__(self, target: Path, folder: Path, bias: Mapping[int, float] | None = None) -> None:
         from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
 
         self.bias = bias or {}
-        self.target = AutoModelForCausalLM.from_pretrained(target, **HOW).eval()
-        self.assistant = Gemma4AssistantForCausalLM.from_pretrained(folder, **HOW).eval()
-        # A mask of the library's sees this distance and its own position: one more than the target's does.
+        self.target = AutoModelForCausalLM.from_pretrained(target, **LIBRARY_OPTIONS).eval()
+        self.assistant = Gemma4AssistantForCausalLM.from_pretrained(
+            folder, **LIBRARY_OPTIONS
+        ).eval()
+        # The library's mask includes this distance and its own position: one more than the target's.
         self.assistant.config.text_config.sliding_window -= 1
 
     def hidden(self, tokens: list[int]) -> Tensor:
-        """Nothing: each draft computes its own text anew."""
+        """Return nothing: each draft computes its text anew."""
         return torch.empty(0)
 
     @torch.inference_mode()
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
-        """The k greedy drafts after `tokens`, and how near the nearest second choice came."""
-        wanted = {"output_hidden_states": True, "return_shared_kv_states": True}
-        seen = self.target(torch.tensor([tokens[:-1]]), **wanted)
-        state = seen.hidden_states[-1][:, -1:]
+        """Return the k greedy drafts after `tokens`, and the smallest gap to a second choice."""
+        output_options = {"output_hidden_states": True, "return_shared_kv_states": True}
+        target_output = self.target(torch.tensor([tokens[:-1]]), **output_options)
+        state = target_output.hidden_states[-1][:, -1:]
         last = tokens[-1]
         drafts = list[int]()
         gap = float("inf")
         position = torch.tensor([[len(tokens) - 1]])
         for _ in range(k):
             token = self.target.get_input_embeddings()(torch.tensor([[last]]))
-            given = {
+            options = {
                 "position_ids": position,
-                "shared_kv_states": seen.shared_kv_states,
+                "shared_kv_states": target_output.shared_kv_states,
                 "use_cache": False,
             }
-            made = self.assistant(inputs_embeds=torch.cat((token, state), -1), **given)
+            output = self.assistant(inputs_embeds=torch.cat((token, state), -1), **options)
             for token_id, bias in self.bias.items():
-                made.logits[0, -1, token_id] += bias
-            last, near = chosen(made.logits[0, -1])
-            state = made.last_hidden_state
+                output.logits[0, -1, token_id] += bias
+            last, second_gap = choose_token(output.logits[0, -1])
+            state = output.last_hidden_state
             drafts = [*drafts, last]
-            gap = min(gap, near)
+            gap = min(gap, second_gap)
         return drafts, gap

@@ -1,7 +1,7 @@
 """Plain EAGLE-3 drafters to compare with: no cache, every row computed anew, in float64.
 
-Written from the published forward pass, in rows: row P pairs the target's state of position P with token
-P + 1, at rotary position P of the head's own table. Import nothing of `spd`.
+Written from the published forward pass, in rows: row P pairs the target's state of position P with
+token P + 1, at rotary position P of the head's own table. Import nothing of `spd`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.runtime.mtp_reference import HOW, PlainLayers, PlainTarget, chosen
+from tests.runtime.mtp_reference import LIBRARY_OPTIONS, PlainLayers, PlainTarget, choose_token
 
 
 class PlainEagle3(PlainLayers):
-    """An EAGLE-3 head beside a tiny target, run over whole texts."""
+    """An EAGLE-3 head with a tiny target, run over full texts."""
 
-    def __init__(self, target: Path, head: Path, runs: PlainTarget | None = None) -> None:
+    def __init__(self, target: Path, head: Path, plain_target: PlainTarget | None = None) -> None:
         published: dict[str, Any] = json.loads((head / "config.json").read_text())
         speculators = "transformer_layer_config" in published
         stored = load_file(head / "model.safetensors")
@@ -32,18 +32,20 @@ class PlainEagle3(PlainLayers):
             published["transformer_layer_config"] if speculators else published,
             {name.replace(prefix, "", 1): tensor for name, tensor in tensors.items()},
         )
-        self.target = runs or PlainTarget(target)
+        self.target = plain_target or PlainTarget(target)
         self.embedding = self.tensors.get("embed_tokens.weight", self.target.embedding)
         self.output = self.tensors.get("lm_head.weight", self.target.head)
-        self.said = torch.arange(len(self.output)) + stored.get("d2t", torch.tensor(0))
+        self.draft_ids = torch.arange(len(self.output)) + stored.get("d2t", torch.tensor(0))
         self.norms_residual = bool(published.get("norm_before_residual", speculators))
-        self.norms_together = bool(published.get("norm_before_fc"))
-        self.norms_apart = bool(published.get("fc_norm"))
+        self.norms_joined = bool(published.get("norm_before_fc"))
+        self.norms_parts = bool(published.get("fc_norm"))
         self.recycles_normed = bool(published.get("norm_output"))
         self.indices = self._indices(published)
 
     def _indices(self, published: dict[str, Any]) -> list[int]:
-        """Entering indices: j is the residual stream that enters layer j of the target."""
+        """Return the indices of the head's streams: j is the residual stream that enters the
+        target's layer j.
+        """
         key = "eagle_aux_hidden_state_layer_ids"
         layers = self.target.config["num_hidden_layers"]
         inputs = published.get(key)
@@ -53,34 +55,39 @@ class PlainEagle3(PlainLayers):
         return [index + 1 for index in outputs] if outputs else [2, layers // 2, layers - 3]
 
     def hidden(self, tokens: list[int]) -> Tensor:
-        """The fused states [T, H] of the target's positions."""
+        """Return the fused states [T, H] of the target's positions."""
         streams = self.target.streams(tokens)
         parts = [streams[index] for index in self.indices]
-        if self.norms_apart:
+        if self.norms_parts:
             parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
         fused = torch.cat(parts, dim=-1)
-        return self.linear(self.norm(fused, "input_norm") if self.norms_together else fused, "fc")
+        return self.linear(self.norm(fused, "input_norm") if self.norms_joined else fused, "fc")
 
     def rows(self, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """(states that go on, logits over draft ids) of rows made of tokens and the states before them."""
-        read = self.norm(states, "hidden_norm")
-        pairs = torch.cat((self.norm(self.embedding[tokens], "input_layernorm"), read), dim=-1)
-        x = (read if self.norms_residual else states) + self.attention(pairs, "")
+        """Return (next states, logits over draft ids) of rows of tokens and the states before them."""
+        normed_states = self.norm(states, "hidden_norm")
+        pairs = torch.cat(
+            (self.norm(self.embedding[tokens], "input_layernorm"), normed_states), dim=-1
+        )
+        x = (normed_states if self.norms_residual else states) + self.attention(pairs, "")
         x = x + self.mlp(self.norm(x, "post_attention_layernorm"), "")
-        shown = self.norm(x, "norm")
-        return shown if self.recycles_normed else x, shown @ self.output.T
+        normed = self.norm(x, "norm")
+        return normed if self.recycles_normed else x, normed @ self.output.T
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
-        """See `PlainMtp`. Rows of `tokens` are made of fused states; a draft adds one of the last state."""
+        """Return the k greedy drafts after `tokens`, and the smallest gap to a second choice.
+
+        Rows of `tokens` are made of fused states; each draft adds a row of the last state.
+        """
         drafts = list[int]()
         gap = float("inf")
         states = hidden[: len(tokens) - 1]
         for _ in range(k):
-            made, logits = self.rows([*tokens[1:], *drafts], states)
-            best, near = chosen(logits[-1])
-            drafts = [*drafts, int(self.said[best])]
-            gap = min(gap, near)
-            states = torch.cat((states, made[-1:]))
+            next_states, logits = self.rows([*tokens[1:], *drafts], states)
+            best_id, second_gap = choose_token(logits[-1])
+            drafts = [*drafts, int(self.draft_ids[best_id])]
+            gap = min(gap, second_gap)
+            states = torch.cat((states, next_states[-1:]))
         return drafts, gap
 
 
@@ -91,10 +98,11 @@ class LibraryTarget(PlainTarget):
         from transformers import AutoModelForCausalLM
 
         super().__init__(folder)
-        how = {**HOW, "experts_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+        options = {**LIBRARY_OPTIONS, "experts_implementation": "eager"}
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
     @torch.inference_mode()
     def streams(self, tokens: list[int]) -> list[Tensor]:
-        seen = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        return [stream[0] for stream in seen]
+        """Return the residual streams [T, H] that enter the layers, and the one after the last."""
+        hidden_states = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return [stream[0] for stream in hidden_states]

@@ -1,7 +1,7 @@
 """Plain MTP drafters to compare with: no cache, every row computed anew, in float64.
 
-Written from the published forward passes, in rows: row P of module m is made of token P + m + 1 and the
-state of row P, at rotary position P. Import nothing of `spd`.
+Written from the published forward passes, in rows: row P of module m is made of token P + m + 1 and
+the state of row P, at rotary position P. Import nothing of `spd`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from torch import Tensor
 from tests.recipes.tiny import write_json, write_tensors
 from tests.recipes.tiny_mtp import MODULE_NAMES
 
-HIDDEN_FIRST = ("mimo",)
-MASK_FIRST = ("deepseek", "glm4", "mimo", "ernie")
-RECYCLE_RAW = ("glm4", "ernie")
-"""Families whose projection reads the state first; that hide the first embedding; that skip a norm."""
-AROUND_ZERO = ("step3", "mtp")
-"""Families whose scales of norms are stored as their distance from 1; of "mtp" the hybrids."""
+STATE_FIRST = ("mimo",)
+"""Families whose projection reads the state before the token."""
+MASKS_FIRST = ("deepseek", "glm4", "mimo", "ernie")
+"""Families that mask the first embedding."""
+RECYCLES_UNNORMED = ("glm4", "ernie")
+"""Families whose next input state is the layer's output without a norm."""
+ZERO_CENTRED_NORMS = ("step3", "mtp")
+"""Families whose scales of norms are stored minus 1; of "mtp" the hybrids."""
 LIMITS = ("swiglu_limits", "swiglu_limits_shared")
-HOW: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
-"""The library's models; those with experts, too: `experts_implementation`."""
+LIBRARY_OPTIONS: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
+"""Options of the library's models; those with experts have `experts_implementation`, too."""
 STEP_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -37,28 +39,33 @@ STEP_VISION = {
 }
 
 
-def chosen(logits: Tensor) -> tuple[int, float]:
-    """The best id, and how near the second choice came."""
+def choose_token(logits: Tensor) -> tuple[int, float]:
+    """Return the id of the largest logit, and its distance to the second largest."""
     best = logits.topk(2)
     return int(best.indices[0]), float(best.values[0] - best.values[1])
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
+def load_float64(folder: Path) -> dict[str, Tensor]:
+    """Return a folder's tensors in float64."""
     return {
         name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()
     }
 
 
 class PlainDrafter(Protocol):
-    """What a reference shows to tests: the target's states of a text, and drafts after a part of it."""
+    """The interface of references: the target's states of a text, and drafts after a part of it."""
 
-    def hidden(self, tokens: list[int]) -> Tensor: ...
+    def hidden(self, tokens: list[int]) -> Tensor:
+        """Return the target's states of a text."""
+        ...
 
-    def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]: ...
+    def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
+        """Return the k greedy drafts after `tokens`, and the smallest gap to a second choice."""
+        ...
 
 
 class PlainLayers:
-    """The pre-norm decoder layers of a Llama or Qwen3 checkpoint, run over whole texts."""
+    """The pre-norm decoder layers of a Llama or Qwen3 checkpoint, run over full texts."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.config = config
@@ -77,21 +84,21 @@ class PlainLayers:
         return x @ self.tensors[f"{name}.weight"].T + bias
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, D] turned, first half against second half."""
+        """Return x [T, heads, D] rotated, first half against second half."""
         size = x.shape[-1]
         inverse = self.config["rope_theta"] ** (
             -torch.arange(0, size, 2, dtype=torch.float64) / size
         )
         angles = (positions[:, None] * inverse)[:, None]
         first, second = x.chunk(2, dim=-1)
-        turned = (
+        rotated_halves = (
             first * angles.cos() - second * angles.sin(),
             second * angles.cos() + first * angles.sin(),
         )
-        return torch.cat(turned, dim=-1)
+        return torch.cat(rotated_halves, dim=-1)
 
     def attention(self, y: Tensor, prefix: str) -> Tensor:
-        """What attention adds to rows at positions from 0 on, each seeing those before; y: normed rows."""
+        """Return the causal attention of normed rows y at positions from 0 on."""
         heads = self.config["num_attention_heads"]
         kv_heads = self.config["num_key_value_heads"]
         rows = len(y)
@@ -112,13 +119,13 @@ class PlainLayers:
         return self.linear(mixed, f"{prefix}self_attn.o_proj")
 
     def mlp(self, y: Tensor, prefix: str) -> Tensor:
-        """What the gated network adds; y: normed rows."""
+        """Return the gated network's result for normed rows y."""
         gate = self.linear(y, f"{prefix}mlp.gate_proj")
         up = self.linear(y, f"{prefix}mlp.up_proj")
         return self.linear(torch.nn.functional.silu(gate) * up, f"{prefix}mlp.down_proj")
 
     def layer(self, x: Tensor, prefix: str) -> Tensor:
-        """One decoder layer over rows [T, H]."""
+        """Return a decoder layer's output for rows [T, H]."""
         x = x + self.attention(self.norm(x, f"{prefix}input_layernorm"), prefix)
         return x + self.mlp(self.norm(x, f"{prefix}post_attention_layernorm"), prefix)
 
@@ -127,21 +134,21 @@ class PlainTarget(PlainLayers):
     """A tiny Llama or Qwen3 checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(json.loads((folder / "config.json").read_text()), tensors_of(folder))
+        super().__init__(json.loads((folder / "config.json").read_text()), load_float64(folder))
         self.embedding = self.tensors["model.embed_tokens.weight"]
         self.head = (
             self.embedding if self.config["tie_word_embeddings"] else self.tensors["lm_head.weight"]
         )
 
     def streams(self, tokens: list[int]) -> list[Tensor]:
-        """The residual streams [T, H] that enter the layers, and the one after the last of them."""
+        """Return the residual streams [T, H] that enter the layers, and the one after the last."""
         streams = [self.embedding[tokens]]
         for layer in range(self.config["num_hidden_layers"]):
             streams.append(self.layer(streams[-1], f"model.layers.{layer}."))
         return streams
 
     def hidden(self, tokens: list[int]) -> Tensor:
-        """The states [T, H] after the final norm."""
+        """Return the states [T, H] after the final norm."""
         return self.norm(self.streams(tokens)[-1], "model.norm")
 
 
@@ -154,45 +161,48 @@ class PlainMtp(PlainTarget):
         self.modules = modules
 
     def module(self, module: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
-        """(states that go on, logits) of rows 0 to len(tokens) - 1, with the states before them."""
-        place = {"i": module, "l": self.config["num_hidden_layers"] + module}
+        """Return (next states, logits) of rows 0 to len(tokens) - 1, with the states before them."""
+        numbers = {"i": module, "l": self.config["num_hidden_layers"] + module}
         family = self.family
-        names = (str(name or "").format(**place) for name in MODULE_NAMES[family][:5])
+        names = (str(name or "").format(**numbers) for name in MODULE_NAMES[family][:5])
         token_norm, hidden_norm, projection, final_norm, prefix = names
         token = self.embedding[tokens].clone()
-        if family in MASK_FIRST:
+        if family in MASKS_FIRST:
             token[0] = 0
-        pair = [self.norm(token, token_norm), self.norm(states, hidden_norm)]
+        normed_pair = [self.norm(token, token_norm), self.norm(states, hidden_norm)]
         x = self.linear(
-            torch.cat(pair[::-1] if family in HIDDEN_FIRST else pair, dim=-1), projection
+            torch.cat(normed_pair[::-1] if family in STATE_FIRST else normed_pair, dim=-1),
+            projection,
         )
         x = self.layer(x, prefix)
-        shown = self.norm(x, final_norm) if final_norm else x
-        return x if family in RECYCLE_RAW else shown, shown @ self.head.T
+        normed = self.norm(x, final_norm) if final_norm else x
+        return x if family in RECYCLES_UNNORMED else normed, normed @ self.head.T
 
     def draft(self, tokens: list[int], k: int, hidden: Tensor) -> tuple[list[int], float]:
-        """The k greedy drafts after `tokens`, and how near the nearest second choice came."""
+        """Return the k greedy drafts after `tokens`, and the smallest gap to a second choice."""
         drafts = list[int]()
         fed = list[int]()
         gap = float("inf")
         states = inputs = hidden[: len(tokens) - 1]
         for step in range(k):
             if step < self.modules:
-                inputs = states  # each module reads the states that the one before it made
+                inputs = states  # of the module before
                 fed = [*tokens, *drafts][step + 1 :]
             else:
-                # The last module again: one row more, made of its own last draft and its own last state.
+                # The last module again: one more row, of its last draft and its last state.
                 inputs = torch.cat((inputs, states[-1:]))
                 fed = [*fed, drafts[-1]]
             states, logits = self.module(min(step, self.modules - 1), fed, inputs)
-            best, near = chosen(logits[-1])
+            best, near = choose_token(logits[-1])
             drafts = [*drafts, best]
             gap = min(gap, near)
         return drafts, gap
 
 
 class LibraryMtp(PlainMtp):
-    """The same with `transformers`' layers: a module's layer is loaded as one more layer of the target."""
+    """A `PlainMtp` of `transformers`' layers: a module's layer is loaded as one more layer of the
+    target.
+    """
 
     def __init__(self, folder: Path, family: str, modules: int, scratch: Path) -> None:
         super().__init__(folder, family, modules)
@@ -202,7 +212,7 @@ class LibraryMtp(PlainMtp):
         self.numbers = {
             MODULE_NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)
         }
-        outer = (
+        outside_layer = (
             "enorm",
             "hnorm",
             "eh_proj",
@@ -211,46 +221,50 @@ class LibraryMtp(PlainMtp):
             "final_layernorm",
             "transformer",
         )
-        kept = {}
+        layer_tensors = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
             prefix = next(filter(name.startswith, self.numbers), "")
-            inside = name.removeprefix(prefix).replace(
+            inner_name = name.removeprefix(prefix).replace(
                 "pre_mlp_layernorm", "post_attention_layernorm"
             )
-            if not prefix or inside.split(".")[0] not in outer:
-                name = f"model.layers.{self.numbers[prefix]}.{inside}" if prefix else name
-                kept[name] = tensor.contiguous()
+            if not prefix or inner_name.split(".")[0] not in outside_layer:
+                name = f"model.layers.{self.numbers[prefix]}.{inner_name}" if prefix else name
+                layer_tensors[name] = tensor.contiguous()
         scratch.mkdir()
-        write_tensors(scratch, kept)
-        longer = {
+        write_tensors(scratch, layer_tensors)
+        config = {
             **self.config,
             "num_hidden_layers": layers + modules,
             "num_nextn_predict_layers": 0,
         }
         if "layer_types" in self.config:
             kind = "full_attention" if family == "mtp" else "sliding_attention"
-            longer["layer_types"] = [*self.config["layer_types"], *[kind] * modules]
-            longer["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]
+            config["layer_types"] = [*self.config["layer_types"], *[kind] * modules]
+            config["mlp_layer_types"] = ["dense", *["sparse"] * (layers - 1), *["dense"] * modules]
         if family == "step3":
             padding = {
                 "rope_theta": 200.0,
                 "partial_rotary_factors": 1.0,
                 **dict.fromkeys(LIMITS, 0.0),
             }
-            longer |= {key: [*self.config[key], *[each] * modules] for key, each in padding.items()}
-            longer = {
+            config |= {
+                key: [*self.config[key], *[value] * modules] for key, value in padding.items()
+            }
+            config = {
                 "architectures": ["Step3p7ForConditionalGeneration"],
                 "model_type": "step3p7",
-                "text_config": longer,
+                "text_config": config,
                 "vision_config": STEP_VISION,
                 "tie_word_embeddings": False,
             }
-        for name, tensor in self.tensors.items() if family in AROUND_ZERO else ():
+        for name, tensor in self.tensors.items() if family in ZERO_CENTRED_NORMS else ():
             if tensor.dim() == 1 and "norm" in name:  # also of those outside layers
                 tensor += 1
-        write_json(scratch / "config.json", longer)
-        made = AutoModelForImageTextToText if family == "step3" else AutoModelForCausalLM
-        model = made.from_pretrained(scratch, **HOW, experts_implementation="eager")
+        write_json(scratch / "config.json", config)
+        auto_class = AutoModelForImageTextToText if family == "step3" else AutoModelForCausalLM
+        model = auto_class.from_pretrained(
+            scratch, **LIBRARY_OPTIONS, experts_implementation="eager"
+        )
         self.model = getattr(model.eval().model, "language_model", model.model)
 
     @torch.inference_mode()
@@ -263,51 +277,54 @@ class LibraryMtp(PlainMtp):
         kind = [kinds[number]] if kinds is not None else []
         if kind == ["sliding_attention"]:
             mask += torch.full_like(mask, -torch.inf).tril(-self.model.config.sliding_window)
-        seen = None if kind == ["linear_attention"] else mask[None, None]
-        given = {"attention_mask": seen, "position_ids": rows}
-        given["position_embeddings"] = self.model.rotary_emb(
+        attention_mask = None if kind == ["linear_attention"] else mask[None, None]
+        arguments = {"attention_mask": attention_mask, "position_ids": rows}
+        arguments["position_embeddings"] = self.model.rotary_emb(
             x[None], rows, *kind[self.family == "mtp" :]
         )
-        out = self.model.layers[number](x[None], **given)
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found[0] if found.dim() == 3 else found
+        output = self.model.layers[number](x[None], **arguments)
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden[0] if hidden.dim() == 3 else hidden
 
 
 class NemotronMtp(PlainMtp):
-    """The same for Nemotron-H, whose module is two of the library's layers, which know no positions."""
+    """A `PlainMtp` of Nemotron-H, whose module is two of the library's layers, without positions."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self.config = json.loads((folder / "config.json").read_text())
-        self.tensors = tensors_of(folder)
+        self.tensors = load_float64(folder)
         self.epsilon = self.config["layer_norm_epsilon"]
         self.family = "nemotron_h"
         self.modules = 1
         self.embedding = self.tensors["backbone.embeddings.weight"]
         self.head = self.tensors["lm_head.weight"]
-        around = ("enorm", "hnorm", "eh_proj", "final_layernorm")
-        kept = {
+        outside_layers = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        layer_tensors = {
             name.replace("mtp.", "backbone."): tensor
             for name, tensor in self.tensors.items()
-            if not name.startswith("backbone.layers.") and not {*name.split(".")[3:4]} & {*around}
+            if not name.startswith("backbone.layers.")
+            and not {*name.split(".")[3:4]} & {*outside_layers}
         }
         scratch.mkdir()
-        write_tensors(scratch, kept)
+        write_tensors(scratch, layer_tensors)
         config = {**self.config, "hybrid_override_pattern": "*E", "num_hidden_layers": 2}
         write_json(scratch / "config.json", config)
         self.model, blocks = (
-            AutoModelForCausalLM.from_pretrained(each, **HOW, experts_implementation="eager")
+            AutoModelForCausalLM.from_pretrained(
+                path, **LIBRARY_OPTIONS, experts_implementation="eager"
+            )
             .eval()
             .model
-            for each in (folder, scratch)
+            for path in (folder, scratch)
         )
         self.blocks = blocks.layers
 
     @torch.inference_mode()
     def hidden(self, tokens: list[int]) -> Tensor:
-        found: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
-        return found
+        hidden_states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
+        return hidden_states
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Drafts of Gemma 4's assistants against `transformers`' own, over the same target, whatever was accepted."""
+"""Drafts of Gemma 4's assistants against those of `transformers`, over the same target."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from tests.recipes.tiny import write_json
 from tests.recipes.tiny_assistant import assistant_shapes, write_assistant
 from tests.recipes.tiny_dense import write_dense
 from tests.runtime.assistant_reference import LibraryAssistant
-from tests.runtime.test_runtime_mtp import compared
+from tests.runtime.test_runtime_mtp import compare_drafts
 
-FEW = (5, 17, 40)
-"""Ids that texts are made of."""
-BIASED = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in FEW))
+BIASED_IDS = (5, 17, 40)
+"""The ids of all texts."""
+BIASED = SamplingParams(
+    max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in BIASED_IDS)
+)
 CARD = Machine("cuda", 120 * 2**30, (8, 9), from_driver_only=True)
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "kept": 3}}
 Pairs = dict[str, tuple[Path, Path]]
@@ -38,8 +40,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     shelf = tmp_path_factory.mktemp("assistants")
     target = write_dense(shelf / "target", "gemma4")
     return {
-        kind: (target, write_assistant(shelf / kind, target, **given))
-        for kind, given in KINDS.items()
+        kind: (target, write_assistant(shelf / kind, target, **options))
+        for kind, options in KINDS.items()
     }
 
 
@@ -47,16 +49,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3))])
 def test_drafts_are_the_library_s(pairs: Pairs, kind: str, k: int) -> None:
-    """Of few ids, which target and assistant are held to by their biases, some drafts are accepted."""
+    """Biases limit target and assistant to few ids, so that some drafts are accepted."""
     target, folder = pairs[kind]
     engine = make_engine(target, spec="assistant", draft_model=folder, draft_max=k, slots=2)
     prompts = [*random_prompts(2, 20, 320), *random_prompts(1, 75, 320, seed=1), (3, 9)]
     runs = list(zip(prompts, run_all(engine, prompts, [BIASED] * len(prompts)), strict=True))
-    plain = LibraryAssistant(target, folder, dict.fromkeys(FEW, 100.0))
-    wrong, seen, rejected = compared(plain, runs, most=12)
-    assert wrong == 0, (wrong, seen)
+    plain = LibraryAssistant(target, folder, dict.fromkeys(BIASED_IDS, 100.0))
+    wrong, num_compared, rejected = compare_drafts(plain, runs, max_rounds=12)
+    assert wrong == 0, (wrong, num_compared)
     accepted = [record.accepted for _, run in runs for record in run.rounds]
-    assert rejected > 8 and seen > 10 and max(accepted) == k and sum(accepted) > 10
+    assert rejected > 8 and num_compared > 10 and max(accepted) == k and sum(accepted) > 10
 
 
 def test_auto_takes_the_assistant_beside_a_model(pairs: Pairs, tmp_path: Path) -> None:
@@ -119,17 +121,19 @@ def test_suppressed_ids_are_not_drafted(pairs: Pairs, tmp_path: Path, kind: str)
     target, folder = pairs[kind]
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     write_json(tmp_path / "generation_config.json", {"suppress_tokens": [5, 17]})
-    free, held = (
+    free, suppressed = (
         run_one(
             target, random_prompts(1, 20, 320)[0], BIASED, spec="assistant", draft_model=drafter
         )
         for drafter in (folder, tmp_path)
     )
-    said, kept = ({i for record in run.rounds for i in record.draft} for run in (free, held))
-    assert said & {5, 17} and not kept & {5, 17} and kept
+    free_drafts, suppressed_drafts = (
+        {i for record in run.rounds for i in record.draft} for run in (free, suppressed)
+    )
+    assert free_drafts & {5, 17} and not suppressed_drafts & {5, 17} and suppressed_drafts
 
 
-TURNING = {
+ROTARY_PARAMETERS = {
     "full_attention": {
         "partial_rotary_factor": 0.25,
         "rope_theta": 1000000.0,
@@ -152,12 +156,12 @@ E2B: dict[str, Any] = {
     "top_k_experts": None,
     "sliding_window": 512,
     "max_position_embeddings": 131072,
-    "rope_parameters": TURNING,
+    "rope_parameters": ROTARY_PARAMETERS,
     "tie_word_embeddings": True,
     "use_bidirectional_attention": None,
     "vocab_size": 262144,
 }
-"""What google/gemma-4-E2B-it and its assistant share."""
+"""The common keys of google/gemma-4-E2B-it and its assistant."""
 E2B_TARGET = {
     **E2B,
     "architectures": ["Gemma4ForCausalLM"],
@@ -196,7 +200,7 @@ E2B_ASSISTANT = {
     "use_ordered_embeddings": True,
     "text_config": TEXT,
 }
-"""As the config.json of google/gemma-4-E2B-it-assistant has it."""
+"""The config.json of google/gemma-4-E2B-it-assistant."""
 E4B = {
     **E2B_TARGET,
     "hidden_size": 2560,
@@ -209,18 +213,18 @@ E4B = {
 }
 E4B_TEXT = {**TEXT, "num_key_value_heads": 2}
 E4B_ASSISTANT = {**E2B_ASSISTANT, "backbone_hidden_size": 2560, "text_config": E4B_TEXT}
-NOTED = {
+NOTED_SHAPES = {
     "pre_projection.weight": (256, 3072),
     "post_projection.weight": (1536, 256),
     "model.embed_tokens.weight": (262144, 256),
     "masked_embedding.centroids.weight": (2048, 256),
     "masked_embedding.token_ordering": (262144,),
 }
-"""Shapes of its header, as public readers noted them."""
+"""Shapes in its header, as public readers noted them."""
 WIDE = {"attention_k_eq_v": True, "sliding_window": 1024, "max_position_embeddings": 262144}
 
 
-def wide_pair(
+def make_large_configs(
     hidden: int,
     inner: int,
     layers: int,
@@ -228,34 +232,47 @@ def wide_pair(
     unified: bool = False,
     **text: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configurations of a larger release and of its assistant; heads: of queries, keys, and keys far away."""
+    """Return the configurations of a larger release and of its assistant.
+
+    heads: of queries, of keys, and of keys of full attention.
+    """
     name, kind = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
     keys = ("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads")
-    known = {**E2B, **WIDE, **dict(zip(keys, heads, strict=True)), "model_type": f"{kind}_text"}
-    known["hidden_size_per_layer_input"] = 0
+    shared_text = {
+        **E2B,
+        **WIDE,
+        **dict(zip(keys, heads, strict=True)),
+        "model_type": f"{kind}_text",
+    }
+    shared_text["hidden_size_per_layer_input"] = 0
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
     target = {
-        **known,
+        **shared_text,
         **sizes,
         **text,
         "layer_types": kinds * (layers // 6),
         "num_kv_shared_layers": 0,
     }
-    of = {**known, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}
-    of |= {"num_kv_shared_layers": 4, "layer_types": TEXT["layer_types"]}
+    assistant_text = {
+        **shared_text,
+        "hidden_size": 1024,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+    }
+    assistant_text |= {"num_kv_shared_layers": 4, "layer_types": TEXT["layer_types"]}
     assistant = {
         **E2B_ASSISTANT,
         "architectures": [f"{name}AssistantForCausalLM"],
-        "text_config": of,
+        "text_config": assistant_text,
     }
     assistant |= {"model_type": f"{kind}_assistant", "backbone_hidden_size": hidden}
-    whole = {
+    target_config = {
         "architectures": [f"{name}ForConditionalGeneration"],
         "text_config": target,
         "model_type": kind,
     }
-    return whole, {**assistant, "use_ordered_embeddings": False}
+    return target_config, {**assistant, "use_ordered_embeddings": False}
 
 
 EXPERTS: dict[str, Any] = {
@@ -265,36 +282,41 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 704,
 }
 PUBLISHED = {
-    "E2B": (E2B_TARGET, E2B_ASSISTANT, NOTED, 78e6),
-    "E4B": (E4B, E4B_ASSISTANT, {name: NOTED[name] for name in NOTED if "masked" in name}, 78e6),
-    "12B": (*wide_pair(3840, 15360, 48, (16, 8, 1), unified=True), {}, 0.4e9),
-    "26B-A4B": (*wide_pair(2816, 2112, 30, (16, 8, 2), **EXPERTS), {}, 0.4e9),
-    "31B": (*wide_pair(5376, 21504, 60, (32, 16, 4)), {}, 0.45e9),
+    "E2B": (E2B_TARGET, E2B_ASSISTANT, NOTED_SHAPES, 78e6),
+    "E4B": (
+        E4B,
+        E4B_ASSISTANT,
+        {name: NOTED_SHAPES[name] for name in NOTED_SHAPES if "masked" in name},
+        78e6,
+    ),
+    "12B": (*make_large_configs(3840, 15360, 48, (16, 8, 1), unified=True), {}, 0.4e9),
+    "26B-A4B": (*make_large_configs(2816, 2112, 30, (16, 8, 2), **EXPERTS), {}, 0.4e9),
+    "31B": (*make_large_configs(5376, 21504, 60, (32, 16, 4)), {}, 0.45e9),
 }
 """Configurations of google/gemma-4-*-it, of their assistants, shapes that are noted, and elements.
 
-The larger ones' are those that tests of public loaders (of MLX in Swift, of other servers) were written with
-against the releases. Tensor names are the library's.
+The larger ones' are those that tests of public loaders (of MLX in Swift, of other servers) were
+written with against the releases. Tensor names are the library's.
 """
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None:
-    its, config, noted, size = PUBLISHED[name]
+    target_config, config, noted_shapes, size = PUBLISHED[name]
     target = tmp_path / "it"
     folder = tmp_path / "it-assistant"
-    shapes = {**assistant_shapes(config), **noted}
-    for path, said in ((target, its), (folder, config)):
+    shapes = {**assistant_shapes(config), **noted_shapes}
+    for path, written_config in ((target, target_config), (folder, config)):
         path.mkdir()
-        write_json(path / "config.json", said)
-    kinds = {name: "I64" if "ordering" in name else "BF16" for name in shapes}
+        write_json(path / "config.json", written_config)
+    dtypes = {name: "I64" if "ordering" in name else "BF16" for name in shapes}
     write_hollow(
-        folder / "model.safetensors", [(name, kinds[name], shapes[name]) for name in shapes]
+        folder / "model.safetensors", [(name, dtypes[name], shapes[name]) for name in shapes]
     )
-    given = ModelFolder(folder)
-    assert check_assistant(given.config, given.checkpoint) == []
-    elements = sum(math.prod(shape) for name, shape in shapes.items() if kinds[name] == "BF16")
-    assert elements == pytest.approx(size, rel=0.1), "as many as it is called after"
+    head = ModelFolder(folder)
+    assert check_assistant(head.config, head.checkpoint) == []
+    elements = sum(math.prod(shape) for name, shape in shapes.items() if dtypes[name] == "BF16")
+    assert elements == pytest.approx(size, rel=0.1), "the size in its name"
     plan = resolve_plan(EngineConfig(model=target, spec="assistant"), CARD)
     assert plan.drafter.reason == "the model's own assistant, it-assistant"
     need = measure(plan.shape)

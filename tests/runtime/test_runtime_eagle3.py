@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: read in every layout, and drafts against a plain reference, beside several targets."""
+"""EAGLE-3 heads: read in every layout, and drafts against a plain reference, with several targets."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
 from tests.helpers import edit_config, make_engine, random_prompts, run_all
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.runtime.eagle3_reference import LibraryTarget, PlainEagle3
-from tests.runtime.test_runtime_mtp import compared, texts
+from tests.runtime.test_runtime_mtp import compare_drafts, generate_texts
 
 SPECULATORS: dict[str, Any] = {"layout": "speculators", "norm_before_residual": None}
-"""What is published most: no word about the residual, which is then the normed state."""
+"""The most common published form: the residual is not stated, and is then the normed state."""
 HEADS: dict[str, dict[str, Any]] = {
     "research": {},
     "research_aux": {"variant": "qwen3", "aux": (1, 4, 7), "norm_before_residual": True},
@@ -48,11 +48,18 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 BY_LIBRARY = ("deepseek_v3", "deepseek_v3_lite", "glm4", "gpt_oss")
 RANDOM_ONLY = {"wide", "narrow", "tied", "biases", *BY_LIBRARY}
-"""A copy needs a plain first layer of the head's own size, and a target with soft layers."""
-SHORT = {"research": 4, "speculators": 2, "input_norm": 3, "vllm": 3, "own_embedding": 1, "wide": 3}
-SHORT |= {"deepseek_v3": 2}
+"""A copy needs a plain first layer of the head's size, and a target with damped layers."""
+DEFAULT_LANE = {
+    "research": 4,
+    "speculators": 2,
+    "input_norm": 3,
+    "vllm": 3,
+    "own_embedding": 1,
+    "wide": 3,
+}
+DEFAULT_LANE |= {"deepseek_v3": 2}
 CASES = [
-    pytest.param(name, k, marks=[pytest.mark.slow] * (SHORT.get(name) != k))
+    pytest.param(name, k, marks=[pytest.mark.slow] * (DEFAULT_LANE.get(name) != k))
     for name in HEADS
     for k in (1, 2, 3, 4)
 ]
@@ -60,18 +67,18 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
-    short = SHORT.get(name) == k
+    is_short = DEFAULT_LANE.get(name) == k
     kinds = ("random",) if name in RANDOM_ONLY else ("copy", "random")
-    for kind in kinds[:1] if short else kinds:
+    for kind in kinds[:1] if is_short else kinds:
         target = tmp_path / kind
         head = write_tiny_pair(target, tmp_path / f"{kind}-head", kind=kind, **HEADS[name])
         plain = PlainEagle3(target, head, LibraryTarget(target) if name in BY_LIBRARY else None)
         kernels = "torch" if k == 1 else "auto"
         engine = make_engine(target, spec="eagle3", draft_model=head, draft_max=k, kernels=kernels)
-        runs = texts(engine, 24 if short else 60)
-        wrong, seen, rejected = compared(plain, runs, 6 if short else 1000)
-        assert wrong == 0, (kind, wrong, seen)
-        assert rejected > (5 if short else 20) and seen > (12 if short else 40)
+        runs = generate_texts(engine, 24 if is_short else 60)
+        wrong, num_compared, rejected = compare_drafts(plain, runs, 6 if is_short else 1000)
+        assert wrong == 0, (kind, wrong, num_compared)
+        assert rejected > (5 if is_short else 20) and num_compared > (12 if is_short else 40)
         if kind == "copy":
             records = [record for _, run in runs for record in run.rounds if record.draft]
             accepted = sum(r.accepted for r in records)
@@ -94,8 +101,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return folder / "target", write_tiny_pair(folder / "target", folder / "head", kind="copy")
 
 
-def altered(head: Path, place: Path, change: Callable[[Parts], object]) -> Path:
-    """A copy of a head with other tensors."""
+def write_altered_head(head: Path, place: Path, change: Callable[[Parts], object]) -> Path:
+    """Write a copy of a head with changed tensors."""
     tensors = load_file(head / "model.safetensors")
     change(tensors)
     place.mkdir()
@@ -104,16 +111,16 @@ def altered(head: Path, place: Path, change: Callable[[Parts], object]) -> Path:
     return edit_config(place, lambda config: config.update(draft_vocab_size=len(tensors["d2t"])))
 
 
-def engine_of(pair: Pair, head: Path | None = None) -> Engine:
+def make_head_engine(pair: Pair, head: Path | None = None) -> Engine:
     return make_engine(pair[0], spec="eagle3", draft_model=head or pair[1], draft_max=3)
 
 
-def story(engine: Engine) -> list[Any]:
+def generate_outputs(engine: Engine) -> list[Any]:
     return [(run.output, run.drafts) for run in run_all(engine, PROMPTS, PARAMS)]
 
 
-def test_ids_in_any_order_and_in_any_integers(pair: Pair, tmp_path: Path) -> None:
-    """Rows of the head shuffled with their ids are the same head."""
+def test_draft_ids_may_have_any_order_and_integer_dtype(pair: Pair, tmp_path: Path) -> None:
+    """A head whose rows are shuffled with their ids drafts the same."""
 
     def shuffled(tensors: Parts) -> None:
         ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
@@ -121,29 +128,31 @@ def test_ids_in_any_order_and_in_any_integers(pair: Pair, tmp_path: Path) -> Non
         tensors["d2t"] = (ids[order] - torch.arange(len(ids))).int()
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
 
-    head = altered(pair[1], tmp_path / "head", shuffled)
-    assert story(engine_of(pair, head)) == story(engine_of(pair))
+    head = write_altered_head(pair[1], tmp_path / "head", shuffled)
+    assert generate_outputs(make_head_engine(pair, head)) == generate_outputs(
+        make_head_engine(pair)
+    )
 
 
 def test_a_copy_of_the_target_s_embeddings_is_not_kept_twice(pair: Pair, tmp_path: Path) -> None:
-    theirs = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
+    target_table = load_file(pair[0] / "model.safetensors")["model.embed_tokens.weight"]
     options: dict[str, Any] = {"model": pair[0], "draft_max": 3, "ctx": 256}
     without = make_plan(EngineConfig(draft_model=pair[1], **options))
-    plain = story(engine_of(pair))
+    plain = generate_outputs(make_head_engine(pair))
     for same in (True, False):
-        table = {"embed_tokens.weight": theirs if same else -theirs}
-        folder = altered(pair[1], tmp_path / f"{same}", methodcaller("update", table))
-        engine = engine_of(pair, folder)
+        table = {"embed_tokens.weight": target_table if same else -target_table}
+        folder = write_altered_head(pair[1], tmp_path / f"{same}", methodcaller("update", table))
+        engine = make_head_engine(pair, folder)
         target = engine.round_queue.runner.model
         head = engine.round_queue.proposer.runners[0].model  # type: ignore[attr-defined]
-        assert (head.embedding is target.embedding) == same == (story(engine) == plain)
-        held = make_plan(EngineConfig(draft_model=folder, **options))
-        assert held.need.workspace - without.need.workspace == theirs.numel() * 4
+        assert (head.embedding is target.embedding) == same == (generate_outputs(engine) == plain)
+        plan_with_table = make_plan(EngineConfig(draft_model=folder, **options))
+        assert plan_with_table.need.workspace - without.need.workspace == target_table.numel() * 4
 
 
 OTHER_KIND = "weight: this kind of EAGLE-3 head is not supported"
 OTHER_IDS = torch.arange(320).flip(0) - torch.arange(320)
-DAMAGE: list[tuple[Callable[[Parts], object], str]] = [
+DAMAGES: list[tuple[Callable[[Parts], object], str]] = [
     (lambda t: t["d2t"][5:7].copy_(torch.tensor([2**62 + 1, -(2**62)])), "d2t"),
     (lambda t: t["d2t"][1].copy_(t["d2t"][0] - 1), "different token ids below 320"),
     (lambda t: t["d2t"][3].fill_(-300), "different token ids below 320"),
@@ -162,19 +171,22 @@ DAMAGE: list[tuple[Callable[[Parts], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), DAMAGE)
-def test_damage_is_refused(
+@pytest.mark.parametrize(("change", "words"), DAMAGES)
+def test_damaged_heads_are_refused(
     pair: Pair, tmp_path: Path, change: Callable[[Parts], object], words: str
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
-        engine_of(pair, altered(pair[1], tmp_path / "head", change))
+        make_head_engine(pair, write_altered_head(pair[1], tmp_path / "head", change))
 
 
-def test_useless_tensors_are_told(
+def test_unused_tensors_are_logged(
     pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        engine_of(
-            pair, altered(pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1)))
+        make_head_engine(
+            pair,
+            write_altered_head(
+                pair[1], tmp_path / "head", lambda t: t.update(optimizer=torch.zeros(1))
+            ),
         )
     assert "1 tensors of" in caplog.text and "'optimizer' first" in caplog.text

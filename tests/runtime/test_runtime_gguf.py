@@ -1,4 +1,4 @@
-"""GGUF files as models: every type runs as its own values do in a folder, whatever drafts."""
+"""GGUF files as models: every type runs as its values do in a folder, with every proposer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.folder import ModelFolder
-from spd.formats.gguf import changes as did
+from spd.formats.gguf import changes
 from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.runtime import SamplingParams
 from spd.runtime.load import gguf_weights
@@ -33,7 +33,7 @@ from tests.recipes.tiny_gguf import SIZES, write_tiny_gguf
 PARAMS = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.9)]
 
 
-def as_folder(file: Path, folder: Path) -> Path:
+def write_folder(file: Path, folder: Path) -> Path:
     """Write a file's values as safetensors of float32, and its configuration."""
     folder.mkdir()
     model = ModelFolder(file)
@@ -57,34 +57,34 @@ def as_folder(file: Path, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", READABLE_TYPES)
 def test_a_file_of_each_type_runs_as_its_values(tmp_path: Path, kind: str) -> None:
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
-    folder = as_folder(file, tmp_path / "folder")
+    folder = write_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
-    found = compute_logits(make_engine(file, kernels="torch"), prompt)
+    logits = compute_logits(make_engine(file, kernels="torch"), prompt)
     expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
-    assert torch.equal(found, expected)
-    assert 0.1 < found.std() < 30
+    assert torch.equal(logits, expected)
+    assert 0.1 < logits.std() < 30
 
 
 @needs_compiled
 @pytest.mark.parametrize("kind", FORMS)
 def test_packed_types_run_as_their_values(tmp_path: Path, kind: str) -> None:
-    """By the C kernels in float32, whose sums alone differ; nothing is kept multiplied out."""
+    """By the C kernels in float32, whose order of sums differs; no matrix is stored dequantized."""
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
-    folder = as_folder(file, tmp_path / "folder")
+    folder = write_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
     engine = make_engine(file, kernels="native", dtype="float32")
     assert engine.plan.weights == FORMS[kind].kind
-    found = compute_logits(engine, prompt)
+    logits = compute_logits(engine, prompt)
     expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_compiled
 def test_a_file_of_several_types_is_kept_packed(tmp_path: Path) -> None:
-    """Values are of another type than queries and keys: the three are one matrix of pieces."""
+    """Values have another type than queries and keys: the three are one matrix of pieces."""
     kinds = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q8_0"}
     file = write_tiny_gguf(tmp_path / "a.gguf", {**kinds, "": "Q4_K"})
-    folder = as_folder(file, tmp_path / "folder")
+    folder = write_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
     engine = make_engine(file, kernels="native", dtype="float32")
     expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
@@ -103,15 +103,15 @@ def test_speculation_changes_no_token(tmp_path: Path, kind: str, kernels: str) -
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)
     draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", layers=1)
     prompts = random_prompts(2, 20, 300, seed=4)
-    how: dict[str, Any] = {"kernels": kernels}
+    options: dict[str, Any] = {"kernels": kernels}
     if kernels == "native":
-        how["dtype"] = "bfloat16"
-    plain = run_all(make_engine(file, **how), prompts, PARAMS)
-    spoken = run_all(
-        make_engine(file, spec="draft", draft_model=draft, draft_max=4, **how), prompts, PARAMS
+        options["dtype"] = "bfloat16"
+    plain = run_all(make_engine(file, **options), prompts, PARAMS)
+    runs = run_all(
+        make_engine(file, spec="draft", draft_model=draft, draft_max=4, **options), prompts, PARAMS
     )
-    assert_same_runs(spoken, plain)
-    assert count_drafted(spoken) > 0
+    assert_same_runs(runs, plain)
+    assert count_drafted(runs) > 0
 
 
 def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
@@ -119,69 +119,71 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
     draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", layers=1)
     prompts = random_prompts(2, 20, 300, seed=4)
     plain = run_all(make_engine(target), prompts, PARAMS)
-    spoken = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
-    assert_same_runs(spoken, plain)
-    assert count_drafted(spoken) > 0
+    runs = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
+    assert_same_runs(runs, plain)
+    assert count_drafted(runs) > 0
 
 
-def converted(change: did.Change, meant: torch.Tensor) -> list[torch.Tensor]:
-    """Do to a tensor what the converter does: the other way round, and by its own description."""
-    if isinstance(change, did.PermutedHeads):
-        heads = meant.reshape(change.heads, 2, -1, *meant.shape[1:])
-        return [torch.stack((heads[:, 0], heads[:, 1]), dim=2).reshape(meant.shape)]
-    if isinstance(change, did.ShiftedNorm):
-        return [meant + 1]
-    if isinstance(change, did.NegatedExp):
-        return [-meant.exp()]
-    if isinstance(change, did.TiledHeads):
+def convert(change: changes.Change, original: torch.Tensor) -> list[torch.Tensor]:
+    """Apply the converter's change to a tensor, by its description."""
+    if isinstance(change, changes.PermutedHeads):
+        heads = original.reshape(change.heads, 2, -1, *original.shape[1:])
+        return [torch.stack((heads[:, 0], heads[:, 1]), dim=2).reshape(original.shape)]
+    if isinstance(change, changes.ShiftedNorm):
+        return [original + 1]
+    if isinstance(change, changes.NegatedExp):
+        return [-original.exp()]
+    if isinstance(change, changes.TiledHeads):
         count = change.keys * change.per_key
-        rows = meant.movedim(change.dim, 0)
-        each = rows[change.first :].reshape(count, change.width, *rows.shape[1:])
+        rows = original.movedim(change.dim, 0)
+        heads_in_rows = rows[change.first :].reshape(count, change.width, *rows.shape[1:])
         order = [
             key * change.per_key + i for i in range(change.per_key) for key in range(change.keys)
         ]
-        tiled = torch.cat((rows[: change.first], each[order].flatten(0, 1)))
+        tiled = torch.cat((rows[: change.first], heads_in_rows[order].flatten(0, 1)))
         return [tiled.movedim(0, change.dim)]
-    if isinstance(change, did.Concatenated):
-        return [meant[:5], meant[5:]]
-    if isinstance(change, did.Interleaved):
-        whole = meant.movedim(change.dim - 1, 0)
-        return [whole[start::2].movedim(0, change.dim - 1) for start in range(2)]
-    if isinstance(change, did.LatentHeads):
-        heads = meant.reshape(3, 6, -1)
+    if isinstance(change, changes.Concatenated):
+        return [original[:5], original[5:]]
+    if isinstance(change, changes.Interleaved):
+        moved = original.movedim(change.dim - 1, 0)
+        return [moved[start::2].movedim(0, change.dim - 1) for start in range(2)]
+    if isinstance(change, changes.LatentHeads):
+        heads = original.reshape(3, 6, -1)
         return [heads[:, :2].transpose(1, 2), heads[:, 2:]]
-    parts = meant.reshape(change.keys, -1, meant.shape[1])
+    parts = original.reshape(change.keys, -1, original.shape[1])
     size = change.key_dim
-    rest = parts.shape[1] - 2 * change.key_dim
-    cuts = [*parts.split((size, size, rest // 2, rest // 2), dim=1)]
+    value_rows = parts.shape[1] - 2 * change.key_dim
+    cuts = [*parts.split((size, size, value_rows // 2, value_rows // 2), dim=1)]
     queries, keys, values, gates = (cut.flatten(0, 1) for cut in cuts)
     return [torch.cat((queries, keys, values)), gates]
 
 
-CHANGES: list[tuple[did.Change, tuple[int, ...]]] = [
-    (did.PermutedHeads(3), (24, 5)),
-    (did.PermutedHeads(3), (24,)),
-    (did.ShiftedNorm(), (7,)),
-    (did.NegatedExp(), (7,)),
-    (did.TiledHeads(2, 3, 4), (24, 5)),
-    (did.TiledHeads(2, 3, 1), (6,)),
-    (did.TiledHeads(2, 3, 4, first=8), (32, 5)),
-    (did.TiledHeads(2, 3, 4, dim=1), (5, 24)),
-    (did.Concatenated(), (12, 3)),
-    (did.Interleaved(1), (12, 3)),
-    (did.Interleaved(2), (3, 12)),
-    (did.LatentHeads(), (18, 5)),
-    (did.KeyHeadMajor(2, 3), (32, 5)),
+CHANGES: list[tuple[changes.Change, tuple[int, ...]]] = [
+    (changes.PermutedHeads(3), (24, 5)),
+    (changes.PermutedHeads(3), (24,)),
+    (changes.ShiftedNorm(), (7,)),
+    (changes.NegatedExp(), (7,)),
+    (changes.TiledHeads(2, 3, 4), (24, 5)),
+    (changes.TiledHeads(2, 3, 1), (6,)),
+    (changes.TiledHeads(2, 3, 4, first=8), (32, 5)),
+    (changes.TiledHeads(2, 3, 4, dim=1), (5, 24)),
+    (changes.Concatenated(), (12, 3)),
+    (changes.Interleaved(1), (12, 3)),
+    (changes.Interleaved(2), (3, 12)),
+    (changes.LatentHeads(), (18, 5)),
+    (changes.KeyHeadMajor(2, 3), (32, 5)),
 ]
 
 
 @pytest.mark.parametrize(("change", "shape"), CHANGES)
-def test_what_the_converter_did_is_undone(change: did.Change, shape: tuple[int, ...]) -> None:
-    meant = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
-    stored = converted(change, meant)
-    assert not torch.equal(stored[0].flatten(), meant.flatten())
-    found = gguf_weights.undo_change(change, stored).reshape(shape)
-    assert torch.allclose(found, meant, rtol=0, atol=1e-6)
+def test_changes_of_the_converter_are_undone(
+    change: changes.Change, shape: tuple[int, ...]
+) -> None:
+    original = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
+    stored = convert(change, original)
+    assert not torch.equal(stored[0].flatten(), original.flatten())
+    undone = gguf_weights.undo_change(change, stored).reshape(shape)
+    assert torch.allclose(undone, original, rtol=0, atol=1e-6)
 
 
 def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_weights_in_few_bits_are_not_rounded_again(tmp_path: Path) -> None:
 
 def test_values_are_rounded_once_to_the_run_s_dtype(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "a.gguf", "Q6_K")
-    folder = as_folder(file, tmp_path / "folder")
+    folder = write_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
     narrow = [
         compute_logits(make_engine(path, dtype="bfloat16", kernels="torch"), prompt)
@@ -208,11 +210,11 @@ def test_values_are_rounded_once_to_the_run_s_dtype(tmp_path: Path) -> None:
     assert torch.equal(*narrow)
 
 
-def test_rows_are_read_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strips of few rows give what one strip of all gives."""
+def test_ranges_of_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of few rows give the same values as one strip."""
     file = write_tiny_gguf(tmp_path / "a.gguf", "Q5_K")
     with ModelFolder(file).checkpoint as opened:
-        whole = read_values(opened, "model.embed_tokens.weight")
+        values = read_values(opened, "model.embed_tokens.weight")
         monkeypatch.setattr(gguf_weights, "STRIP", 7 * SIZES["hidden"])
-        assert torch.equal(read_values(opened, "model.embed_tokens.weight"), whole)
-        assert torch.equal(read_values(opened, "model.embed_tokens.weight", (5, 9)), whole[5:9])
+        assert torch.equal(read_values(opened, "model.embed_tokens.weight"), values)
+        assert torch.equal(read_values(opened, "model.embed_tokens.weight", (5, 9)), values[5:9])

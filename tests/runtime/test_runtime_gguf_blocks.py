@@ -1,4 +1,6 @@
-"""The values of GGUF's blocks: fixed vectors, and equality with `gguf`'s own where that is installed."""
+"""The values of GGUF's blocks: fixed vectors, and equality with those of `gguf` where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ VECTORS = [
     ("IQ1_S", {0: 2.2932887077331543e-05, 85: 0.00011466443538665771, 255: 0.00029812753200531006}),
     ("IQ1_M", {0: 0.003008246421813965, 85: 0.007182955741882324, 255: 0.0007981061935424805}),
 ]
-"""By types, some values of the block whose byte i is (7 i + 3) mod 120: made with `gguf` 0.19."""
+"""Some values of the block whose byte i is (7 i + 3) mod 120, by type; from `gguf` 0.19."""
 
 
 def random_blocks(name: str, count: int) -> torch.Tensor:
-    """Return random blocks uint8, of which the first hold one byte each throughout: every value once."""
+    """Return random uint8 blocks; each of the first 256 repeats one byte value."""
     blocks = torch.randint(0, 256, (256 + count, BY_NAME[name].nbytes), dtype=torch.uint8)
     blocks[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
     return blocks
@@ -49,7 +51,7 @@ def test_every_type_that_is_read_has_values() -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), VECTORS)
-def test_values_of_a_fixed_block(name: str, expected: dict[int, float]) -> None:
+def test_values_of_a_fixed_block_are_right(name: str, expected: dict[int, float]) -> None:
     numbers = [(7 * i + 3) % 120 for i in range(BY_NAME[name].nbytes)]
     values = VALUES[name](torch.tensor([numbers], dtype=torch.uint8))
     assert values.shape == (1, BY_NAME[name].elements)
@@ -63,8 +65,8 @@ def test_values_equal_those_of_gguf(name: str) -> None:
     torch.manual_seed(49)
     blocks = random_blocks(name, 3000)
     kind = gguf.GGMLQuantizationType[name]
-    wanted = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).reshape(len(blocks), -1)
-    found = VALUES[name](blocks)
-    assert torch.equal(found.isnan(), wanted.isnan())
-    plain = ~wanted.isnan()
-    assert torch.equal(found[plain].view(torch.int32), wanted[plain].view(torch.int32))
+    expected = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).reshape(len(blocks), -1)
+    values = VALUES[name](blocks)
+    assert torch.equal(values.isnan(), expected.isnan())
+    is_number = ~expected.isnan()
+    assert torch.equal(values[is_number].view(torch.int32), expected[is_number].view(torch.int32))

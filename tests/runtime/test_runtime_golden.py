@@ -1,4 +1,4 @@
-"""Golden: every variant and family against `transformers` in float32, and families as they are published."""
+"""Golden: every variant and family against `transformers` in float32, and as they are published."""
 
 from __future__ import annotations
 
@@ -36,35 +36,40 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("untried")
 
 
-def as_known(folder: Path, elsewhere: Path) -> Path:
-    """A copy that `transformers` knows: MiMo as Qwen2, Step-3.5 and Muse-Glimmer in what sees images."""
-    known = shutil.copytree(folder, elsewhere / "known")
-    config = json.loads((known / "config.json").read_text())
-    wrapper = SEEING.get(config["model_type"], "Qwen2ForCausalLM")
+def write_loadable_copy(folder: Path, parent: Path) -> Path:
+    """Write a copy that `transformers` can load: MiMo as Qwen2, Step-3.5 and Muse-Glimmer as image
+    models.
+    """
+    loadable = shutil.copytree(folder, parent / "known")
+    config = json.loads((loadable / "config.json").read_text())
+    wrapper = WRAPPER_CLASSES.get(config["model_type"], "Qwen2ForCausalLM")
     if wrapper in WRAPPED:
         vision = WRAPPED[wrapper][0]["vision_config"]
         config = {"text_config": config, "vision_config": vision, "tie_word_embeddings": False}
     if wrapper.startswith("Muse"):
         config |= {"out_hidden_size": 64, "projector_hidden_size": 16}
 
-        def within(tensors: dict[str, torch.Tensor]) -> None:
+        def move_into_language_model(tensors: dict[str, torch.Tensor]) -> None:
             for name in [*tensors]:
                 tensors[re.sub(r"^model\.", "model.language_model.", name)] = tensors.pop(name)
 
-        helpers.edit_weights(known, within)
+        helpers.edit_weights(loadable, move_into_language_model)
     names = {"architectures": [wrapper], "model_type": WRAPPERS.get(wrapper, ["qwen2"])[0]}
-    write_json(known / "config.json", {**config, **names})
-    return known
+    write_json(loadable / "config.json", {**config, **names})
+    return loadable
 
 
-SEEING = {
+WRAPPER_CLASSES = {
     "step3p5": "Step3p7ForConditionalGeneration",
     "muse_glimmer_text": "MuseGlimmerForConditionalGeneration",
 }
-SEEN = ("step3", "muse_glimmer")
-ALONE = ("mimo", *SEEN)
-"""Families of which the library has no class of text alone; SEEN are parts of classes that read images."""
-FEW = (
+VISION_CLASSES = ("step3", "muse_glimmer")
+NO_TEXT_CLASS = ("mimo", *VISION_CLASSES)
+"""Families without a text class in the library.
+
+VISION_CLASSES are parts of classes that read images.
+"""
+DEFAULT_VARIANTS = (
     "llama2",
     "llama3",
     "biases",
@@ -81,56 +86,63 @@ FEW = (
     "ernie4_5",
     "ernie4_5_moe",
 )
-"""Variants of the default lane: the others are of the same classes, with other numbers."""
+"""Variants of the default lane: the others are of the same classes, with other sizes."""
 
 
-def every(*without: str) -> list[Any]:
-    """Variants and families, the one or other variant slow."""
+def variants_and_families(*without: str) -> list[Any]:
+    """Return all variants and families as parameters; some variants are slow."""
     names = sorted({*VARIANTS, *FAMILIES} - {*without})
-    slow = VARIANTS.keys() - {*FEW}
+    slow = VARIANTS.keys() - {*DEFAULT_VARIANTS}
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
 
 
-@pytest.mark.parametrize("name", every())
+@pytest.mark.parametrize("name", variants_and_families())
 def test_logits_and_text_equal_transformers(
     tiny: Callable[..., Path], tmp_path: Path, name: str
 ) -> None:
-    """A prompt several windows long, and for one family so long that whole blocks are left behind."""
-    own = name in VARIANTS
-    folder = tiny(name) if own else write_dense(tmp_path / "model", name, max_positions=2048)
-    known = as_known(folder, tmp_path) if name in ALONE else folder
-    kind = (
+    """The prompt is several windows long, and for one family so long that blocks of keys are
+    skipped.
+    """
+    is_variant = name in VARIANTS
+    folder = tiny(name) if is_variant else write_dense(tmp_path / "model", name, max_positions=2048)
+    loadable = write_loadable_copy(folder, tmp_path) if name in NO_TEXT_CLASS else folder
+    auto_class = (
         transformers.AutoModelForImageTextToText
-        if name in SEEN
+        if name in VISION_CLASSES
         else transformers.AutoModelForCausalLM
     )
-    reference = kind.from_pretrained(known, dtype=torch.float32).eval()
-    engine = make_engine(folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if own else 1024)
+    reference = auto_class.from_pretrained(loadable, dtype=torch.float32).eval()
+    engine = make_engine(
+        folder, ctx=LONG_ORIGINAL if name == "phi3_long" else 256 if is_variant else 1024
+    )
     prompt = random_prompts(1, 700 if name == "mistral" else 90, 256, seed=len(name))[0]
     run = assert_matches_transformers(reference, engine, prompt)
     assert max(run.tokens) < engine.usable_vocab
-    if own:
+    if is_variant:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         assert run.text == tokenizer.decode(run.tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("variant", every(*ALONE))
-def test_what_transformers_saves_is_read(
+@pytest.mark.parametrize("variant", variants_and_families(*NO_TEXT_CLASS))
+def test_checkpoints_saved_by_transformers_are_read(
     tiny: Callable[..., Path], tmp_path: Path, variant: str
 ) -> None:
-    """Every class in the installed version's own spelling: the same model, tensor by tensor."""
+    """Every class as the installed version writes it is the same model, tensor by tensor."""
     folder = tiny(variant) if variant in VARIANTS else write_dense(tmp_path / "published", variant)
     saved = tmp_path / "saved"
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     reference.save_pretrained(saved, max_shard_size="100KB")
     assert read_model_config(saved) == read_model_config(folder)
-    with Checkpoint.open(saved) as found, Checkpoint.open(folder) as wanted:
-        assert found.tensors.keys() == wanted.tensors.keys()
-        assert all(torch.equal(found.read(name), wanted.read(name)) for name in wanted.tensors)
+    with Checkpoint.open(saved) as saved_checkpoint, Checkpoint.open(folder) as checkpoint:
+        assert saved_checkpoint.tensors.keys() == checkpoint.tensors.keys()
+        assert all(
+            torch.equal(saved_checkpoint.read(name), checkpoint.read(name))
+            for name in checkpoint.tensors
+        )
 
 
-def test_every_class_is_among_them() -> None:
-    """But for hybrids, which `test_runtime_hybrid` compares; `transformers` does not know MiMo."""
+def test_every_supported_class_is_compared() -> None:
+    """Hybrids are compared in `test_runtime_hybrid`; `transformers` does not know MiMo."""
     saved = {options.get("architecture", LLAMA) for options in VARIANTS.values()} | set(WRAPPED)
     saved |= {name for _, config, _ in FAMILIES.values() for name in config["architectures"]}
     ours = {
@@ -140,8 +152,8 @@ def test_every_class_is_among_them() -> None:
     assert not hasattr(transformers, "MiMoForCausalLM")
 
 
-def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
-    """The same model with its own fifth greedy token declared as the end: both stop there, end included."""
+def test_an_end_token_ends_the_text_as_in_transformers(tiny: Callable[..., Path]) -> None:
+    """With its fifth greedy token declared as the end, both stop there, end included."""
     folder = tiny("qwen3")
     prompt = random_prompts(1, 20, 256)[0]
     free = run_one(folder, prompt, SamplingParams(max_tokens=24))
@@ -150,29 +162,29 @@ def test_an_end_token_ends_both(tiny: Callable[..., Path]) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         stopping, dtype=torch.float32
     ).eval()
-    wanted = assert_matches_transformers(
+    expected = assert_matches_transformers(
         reference, make_engine(stopping), prompt, 24, may_end_early=True
     ).tokens
     for options in ({"spec": "ngram"}, {"spec": "draft", "draft_model": stopping}):
         run = run_one(stopping, prompt, SamplingParams(max_tokens=24), draft_max=4, **options)
-        assert run.tokens == wanted and run.finish_reason == "stop" and run.tokens[-1] == end
+        assert run.tokens == expected and run.finish_reason == "stop" and run.tokens[-1] == end
 
 
-def multiplied_out(tensors: dict[str, torch.Tensor]) -> None:
-    """Experts become what `transformers` makes of MXFP4."""
+def dequantize_experts(tensors: dict[str, torch.Tensor]) -> None:
+    """Replace experts by `transformers`' dequantized MXFP4."""
     convert = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
     for name in [name for name in tensors if name.endswith("_blocks")]:
-        whole = name.removesuffix("_blocks")
+        tensor_name = name.removesuffix("_blocks")
         pair = (tensors.pop(name), tensors.pop(name[:-6] + "scales"))
-        tensors[whole] = convert(*pair, dtype=torch.float32).contiguous()
+        tensors[tensor_name] = convert(*pair, dtype=torch.float32).contiguous()
 
 
-def test_gpt_oss_as_published(tmp_path: Path) -> None:
-    """Experts in MXFP4 stay packed, and speak as `transformers` does with what it makes of them."""
+def test_gpt_oss_stays_packed_and_equals_transformers(tmp_path: Path) -> None:
+    """Experts in MXFP4 stay packed, and the text is `transformers`' with dequantized experts."""
     folder = write_mxfp4(tmp_path / "published", max_positions=2048)
     wide = tmp_path / "wide"
     shutil.copytree(folder, wide)
-    helpers.edit_weights(wide, multiplied_out)
+    helpers.edit_weights(wide, dequantize_experts)
     helpers.edit_config(wide, lambda config: config.pop("quantization_config"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
     prompt = random_prompts(1, 70, 256, seed=4)[0]
@@ -188,7 +200,7 @@ def test_gpt_oss_as_published(tmp_path: Path) -> None:
 
 
 def test_interrupted_texts_are_the_same_under_windows(tmp_path: Path) -> None:
-    """Too few pages for all: a request that waits is replayed, window and all."""
+    """With too few pages for all, a request that waits is prefilled again, windows included."""
     shape: dict[str, Any] = {
         "residual_gain": helpers.DampedLayers(full_layers=2),
         "seed": 3,

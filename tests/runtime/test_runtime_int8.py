@@ -1,4 +1,6 @@
-"""Weights rounded to int8 and int4 at load, and read in FP8: bounded errors, rows apart, counted, stated."""
+"""Weights rounded to int8 and int4 at load, and read in FP8: errors, independent rows, memory, the
+plan.
+"""
 
 from __future__ import annotations
 
@@ -32,51 +34,54 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stacks and strips, too. A product of bfloat16 multiplies by the very scale that float32's does."""
+    """Also in stacks and strips.
+
+    Scales are bfloat16 values, so products of both dtypes use the same.
+    """
     stacked = random(2, 3, 50, 40)
-    whole = quantize_int8(stacked)
-    assert torch.equal(whole.scales.to(torch.bfloat16).float(), whole.scales)
+    all_rows = quantize_int8(stacked)
+    assert torch.equal(all_rows.scales.to(torch.bfloat16).float(), all_rows.scales)
     for strip in (None, 7 * 40):
         if strip:
             monkeypatch.setattr("spd.kernels.linear.few_bits.STRIP_VALUES", strip)
-        for i, made in enumerate(map(quantize_int8, stacked)):
-            assert torch.equal(made.codes, whole.codes[i]) and torch.equal(
-                made.scales, whole.scales[i]
+        for i, matrix in enumerate(map(quantize_int8, stacked)):
+            assert torch.equal(matrix.codes, all_rows.codes[i]) and torch.equal(
+                matrix.scales, all_rows.scales[i]
             )
 
 
 def test_groups_err_less_than_the_largest_value_would_have_it() -> None:
     weight = random(1, 70, 256)
-    found = quantize_int4(weight)
-    assert found.scales.shape == (70, 256 // INT4_GROUP) and found.codes.shape == (70, 128)
+    groups = quantize_int4(weight)
+    assert groups.scales.shape == (70, 256 // INT4_GROUP) and groups.codes.shape == (70, 128)
     grouped = weight.view(70, -1, INT4_GROUP)
     step = grouped.abs().amax(-1, keepdim=True) / 7
-    usual = ((grouped / step).round().clamp(-8, 7) * step - grouped).square().sum(-1)
-    own = (found.plain(torch.float32) - weight).view(grouped.shape).square().sum(-1)
-    assert (own <= usual * 1.02).all() and own.sum() < 0.9 * usual.sum()
+    simple_error = ((grouped / step).round().clamp(-8, 7) * step - grouped).square().sum(-1)
+    error = (groups.plain(torch.float32) - weight).view(grouped.shape).square().sum(-1)
+    assert (error <= simple_error * 1.02).all() and error.sum() < 0.9 * simple_error.sum()
 
 
 def test_groups_do_not_depend_on_their_neighbours() -> None:
     weight = random(2, 2, 33, 192).bfloat16()
     weight[0, 3, :64] = 0
-    whole = quantize_int4(weight).plain(torch.float32)
+    values = quantize_int4(weight).plain(torch.float32)
     for part in ((1, slice(5, 9), slice(64, 128)), (0, slice(3, 4), slice(0, 128))):
-        assert torch.equal(quantize_int4(weight[part]).plain(torch.float32), whole[part])
+        assert torch.equal(quantize_int4(weight[part]).plain(torch.float32), values[part])
 
 
-def test_a_value_that_is_not_finite_is_not_rounded_away() -> None:
+def test_a_value_that_is_not_finite_gives_a_nan_group() -> None:
     weight = random(3, 3, 128)
     weight[0, 3], weight[1, 70], weight[2, 1] = float("nan"), float("inf"), float("-inf")
-    found = quantize_int4(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
+    is_nan = quantize_int4(weight).plain(torch.float32).view(3, 2, INT4_GROUP).isnan()
     assert (
-        found.all(-1).tolist()
-        == found.any(-1).tolist()
+        is_nan.all(-1).tolist()
+        == is_nan.any(-1).tolist()
         == [[True, False], [False, True], [True, False]]
     )
 
 
 def demo_logits(folder: Path, **options: Any) -> torch.Tensor:
-    """Float32 logits [T, V] of a text by the demo in a folder, each row less its mean."""
+    """Return float32 logits [T, V] of a text by the demo in a folder, minus each row's mean."""
     engine = make_engine(folder, ctx=512, **options)
     ids = engine.tokenizer.encode("def total(values):\n    result = 0\n    for value in values:\n")
     logits = compute_logits(engine, ids, 0)
@@ -84,7 +89,7 @@ def demo_logits(folder: Path, **options: Any) -> torch.Tensor:
 
 
 def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
-    """As docs/supported-models.md states: root mean squares, in shares of the exact logits' spread."""
+    """As in docs/supported-models.md: root mean square errors relative to the exact logits' spread."""
     demo = demo_folder()
     exact = demo_logits(demo)
     twins = {scale: write_twin(demo, tmp_path / f"{scale}", ue8m0=scale) for scale in (False, True)}
@@ -98,7 +103,7 @@ def test_the_demos_logits_stay_close_to_float32(tmp_path: Path) -> None:
         assert low < error / exact.square().mean().sqrt() < high, (folder, options)
 
 
-def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
+def test_the_plan_states_how_weights_are_stored(tiny: Callable[..., Path]) -> None:
     config = EngineConfig(model=tiny("qwen3"), device="cpu", dtype="bfloat16", quantize="int8")
     plan = make_plan(config)
     wide = make_plan(replace(config, quantize="none"))
@@ -110,7 +115,9 @@ def test_the_plan_says_how_weights_are_kept(tiny: Callable[..., Path]) -> None:
     assert plan.need.weights < wide.need.weights and json.dumps(plan.as_dict())
 
 
-def test_weights_that_are_quantized_already(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_quantized_weights_are_not_quantized_again(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
     plain = tiny(hidden=64, intermediate=128, dtype="bfloat16")
     fp8 = write_twin(tiny(), tmp_path / "fp8")
     gptq, _ = write_twins(plain, tmp_path, "gptq")
@@ -120,12 +127,12 @@ def test_weights_that_are_quantized_already(tiny: Callable[..., Path], tmp_path:
 
 
 BLOCK = 16
-"""Of tiny matrices, so that there are several blocks and partial ones at both edges."""
+"""The block size of tiny matrices, which have several blocks and partial ones at both edges."""
 
 
 @pytest.fixture
 def twin(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """One in FP8, its scales stored in the type that is asked for."""
+    """Return an FP8 checkpoint, with its scales in the parameter's dtype."""
     stored = getattr(request, "param", torch.float32)
     source = tiny("deepseek_v3", hidden=72, intermediate=104, dtype="bfloat16")
     twin = write_twin(source, tmp_path / "twin", block=BLOCK, ue8m0=stored == torch.float8_e8m0fnu)
@@ -138,8 +145,8 @@ def twin(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureReque
 @pytest.mark.parametrize(
     "twin", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], indirect=True
 )
-def test_every_matrix_bit_for_bit(twin: Path) -> None:
-    """By the definition, an element's scale looked up by its place."""
+def test_every_matrix_equals_its_definition(twin: Path) -> None:
+    """Each element is multiplied by the scale of its block."""
     config = ModelFolder(twin).config
     tensors = load_file(twin / "model.safetensors")
     assert config.quantization is not None
@@ -149,38 +156,40 @@ def test_every_matrix_bit_for_bit(twin: Path) -> None:
     with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
         for name, shape in shapes.items():
             if (
-                found := config.quantization.module_scheme(name, shape, checkpoint.tensors)
+                module_scheme := config.quantization.module_scheme(name, shape, checkpoint.tensors)
             ) is not None:
                 scales = tensors[f"{name}_scale_inv"]
                 rows, columns = (torch.arange(size) // BLOCK for size in shape)
-                wanted = tensors[name].float() * scales.float()[rows][:, columns]
-                assert torch.equal(unpack(checkpoint, *found, shape).dequantize(), wanted), name
+                expected = tensors[name].float() * scales.float()[rows][:, columns]
+                assert torch.equal(
+                    unpack(checkpoint, *module_scheme, shape).dequantize(), expected
+                ), name
                 partial += scales.shape == (3, 5)
                 compared += 1
     assert compared > 60 and partial, "partial blocks are seen"
 
 
-def test_scales_that_are_missing_or_of_another_shape(twin: Path) -> None:
+def test_missing_scales_and_wrong_shapes_are_named(twin: Path) -> None:
     gone, short = (f"model.layers.1.mlp.experts.{e}.up_proj.weight_scale" for e in (3, 4))
     edit_weights(twin, lambda t: t.pop(f"{gone}_inv"))
-    said = read_weights_error(
+    message = read_weights_error(
         twin, lambda t: t.update({f"{short}_inv": t[f"{short}_inv"][:, :-1].clone()})
     )
     assert (
-        f"'{gone}': is missing" in said
-        and short in said
-        and "shape is [2, 4], expected [2, 5]" in said
+        f"'{gone}': is missing" in message
+        and short in message
+        and "shape is [2, 4], expected [2, 5]" in message
     )
 
 
-def test_fp8_where_it_is_not_expected(twin: Path) -> None:
-    """In a vector, and without a word in the configuration."""
+def test_fp8_is_refused_where_it_is_not_expected(twin: Path) -> None:
+    """In a vector, and without a quantization_config."""
     name = "model.layers.0.input_layernorm.weight"
-    said = read_weights_error(twin, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
-    assert f"'{name}' in model.safetensors: dtype F8_E4M3 is not supported" in said
+    message = read_weights_error(twin, lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
+    assert f"'{name}' in model.safetensors: dtype F8_E4M3 is not supported" in message
     edit_config(twin, lambda config: config.pop("quantization_config"))
-    said = read_weights_error(twin, lambda t: t.update({name: t[name].float()}))
-    assert "dtype F8_E4M3 is not supported" in said
+    message = read_weights_error(twin, lambda t: t.update({name: t[name].float()}))
+    assert "dtype F8_E4M3 is not supported" in message
 
 
 @pytest.mark.parametrize(
@@ -196,7 +205,7 @@ def test_fp8_where_it_is_not_expected(twin: Path) -> None:
         ({"scale_fmt": "int8"}, "int8"),
     ],
 )
-def test_every_other_way_of_quantizing_is_refused(twin: Path, change: dict, word: str) -> None:
+def test_other_ways_of_quantizing_are_refused(twin: Path, change: dict, word: str) -> None:
     edit_config(twin, lambda config: config["quantization_config"].update(change))
     with pytest.raises(CheckpointError, match=word):
         make_plan(EngineConfig(model=twin, device="cpu"))

@@ -1,4 +1,4 @@
-"""Latent attention and routed experts in whole models: rows have equal bits whatever is beside them."""
+"""Latent attention and routed experts in models: a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LENGTH = 75
 def row_hidden(
     runner: ModelRunner, texts: Sequence[Any], starts: Sequence[int], width: int
 ) -> torch.Tensor:
-    """Hidden states [S, width, hidden] of windows at `starts` of texts whose beginnings are in the cache."""
+    """Return hidden states [S, width, hidden] of windows at `starts` of texts whose prefixes are
+    cached.
+    """
     parts = []
     for i, (text, start) in enumerate(zip(texts, starts, strict=False)):
         view = SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i))
@@ -39,7 +41,7 @@ def row_hidden(
 def test_rows_have_equal_bits(
     tiny: Callable[..., Path], variant: str, dtype: str, kernels: str
 ) -> None:
-    """One row, with 0 to 7 other rows behind or before it and up to 3 other slots beside it."""
+    """One row, with 0 to 7 other rows before or after it and up to 3 other slots."""
     # Wide enough that products of few rows could take another path: K above 320.
     folder = tiny(variant, hidden=384, intermediate=448, layers=2)
     runner = make_engine(folder, dtype=dtype, kernels=kernels, slots=4).round_queue.runner
@@ -56,7 +58,7 @@ def test_rows_have_equal_bits(
             [row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)]
         )
         starts = [LENGTH, LENGTH - 3, LENGTH - 9, LENGTH - 20]
-        strangers = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]
+        other_texts = [texts[0][: LENGTH + 1] + texts[1][LENGTH + 1 :]]
         for slots, width in (
             *((1, width) for width in range(2, 9)),
             (2, 1),
@@ -65,8 +67,8 @@ def test_rows_have_equal_bits(
             (4, 9),
         ):
             if slots == 1:
-                assert torch.equal(row_hidden(runner, strangers, starts, width)[0, 0], plain[0])
-            found = row_hidden(runner, texts[:slots], starts, width)[
+                assert torch.equal(row_hidden(runner, other_texts, starts, width)[0, 0], plain[0])
+            hidden = row_hidden(runner, texts[:slots], starts, width)[
                 0, :8
-            ]  # the rows behind are right again
-            assert torch.equal(found, plain[: len(found)]), (slots, width)
+            ]  # the rows after it are right again
+            assert torch.equal(hidden, plain[: len(hidden)]), (slots, width)

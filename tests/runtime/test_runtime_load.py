@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint must hold, what is refused, and the same weights whichever way they are read."""
+"""Loading: required tensors, refused checkpoints, and equal weights by every reader."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.recipes.tiny_eagle3 import write_tiny_pair
 
 @pytest.fixture
 def copied(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A copy of a variant."""
+    """Return a copy of a variant."""
     shutil.copytree(tiny(getattr(request, "param", "qwen3")), tmp_path / "model")
     return tmp_path / "model"
 
@@ -48,15 +48,15 @@ def copied(tiny: Callable[..., Path], tmp_path: Path, request: pytest.FixtureReq
 def test_a_tokenizer_wider_than_the_embedding_is_refused(copied: Path) -> None:
     edit_config(copied, lambda c: c.update(vocab_size=200, eos_token_id=1, bos_token_id=None))
     (copied / "generation_config.json").unlink()
-    both = ("model.embed_tokens.weight", "lm_head.weight")
-    said = read_weights_error(
-        copied, lambda w: w.update({name: w[name][:200].clone() for name in both})
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    message = read_weights_error(
+        copied, lambda w: w.update({name: w[name][:200].clone() for name in tables})
     )
-    assert "tokenizer.json" in said
+    assert "tokenizer.json" in message
 
 
 def test_padded_rows_of_the_vocabulary_are_never_sampled(copied: Path) -> None:
-    """80 rows beyond the tokenizer's 320: their logits are made the largest, and still no text has them."""
+    """80 rows beyond the tokenizer's 320 get the largest logits, and still no text has them."""
     gains = {"model.embed_tokens.weight": 1, "lm_head.weight": 50}
     sampled = [
         SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for t in (0.0, 0.7, 1.5)
@@ -93,25 +93,31 @@ def test_an_mtp_head_inside_the_checkpoint_is_fine(
 
 @pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
 def test_faults_of_blocks_in_one_message(copied: Path) -> None:
-    gone = [
+    missing = [
         "layers.1.mlp.experts.7.down_proj.weight",
         "layers.2.mlp.gate.e_score_correction_bias",
         "layers.2.mlp.shared_experts.gate_proj.weight",
         "layers.0.self_attn.kv_a_layernorm.weight",
         "layers.1.self_attn.q_b_proj.weight",
     ]
-    edit_weights(copied, lambda weights: [weights.pop(f"model.{name}") for name in gone])
-    odd = {"model.layers.1.self_attn.kv_b_proj.weight": torch.zeros(64, 31)}
-    said = read_weights_error(copied, lambda weights: weights.update(odd))
-    assert "5 missing, 1 of another shape" in said
-    assert all(name in said for name in gone) and "shape is [64, 31], expected [128, 32]" in said
+    edit_weights(copied, lambda weights: [weights.pop(f"model.{name}") for name in missing])
+    wrong_shape = {"model.layers.1.self_attn.kv_b_proj.weight": torch.zeros(64, 31)}
+    message = read_weights_error(copied, lambda weights: weights.update(wrong_shape))
+    assert "5 missing, 1 of another shape" in message
+    assert (
+        all(name in message for name in missing)
+        and "shape is [64, 31], expected [128, 32]" in message
+    )
 
 
 @pytest.mark.parametrize("way", ["as stored", "cast", "fp8", "sharded", "rank", "eagle3"])
-def test_a_file_that_is_cut_short_while_it_is_read(
+def test_a_file_that_is_truncated_while_it_is_read_is_refused(
     way: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A download or a copy that still runs; to touch a map of such a file would end the process."""
+    """As in a download or copy that still runs.
+
+    Access to a memory map of the file would end the process.
+    """
     model = victim = tmp_path / "model"
     options: dict[str, Any] = (
         {"dtype": "bfloat16"} if way in ("as stored", "sharded", "rank") else {}
@@ -137,9 +143,9 @@ def test_a_file_that_is_cut_short_while_it_is_read(
 
 
 def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:
-    gone = "model.layers.1.mlp.experts.down_proj_scales"
-    said = read_weights_error(write_mxfp4(tmp_path), lambda tensors: tensors.pop(gone))
-    assert "layers.1.mlp.experts.0.down_proj.weight_scale" in said
+    missing = "model.layers.1.mlp.experts.down_proj_scales"
+    message = read_weights_error(write_mxfp4(tmp_path), lambda tensors: tensors.pop(missing))
+    assert "layers.1.mlp.experts.0.down_proj.weight_scale" in message
 
 
 # -- the same weights whichever way they are read -------------------------------------------------------
@@ -147,10 +153,10 @@ def test_missing_scales_of_mxfp4_are_named(tmp_path: Path) -> None:
 WAYS = ("direct", "threaded")
 
 
-def held(
+def load_tensors(
     folder: Path, way: str, meter: LoadMeter | None = None, fold: bool = False
 ) -> dict[str, torch.Tensor]:
-    """What a decoder holds in float16, which nothing packs, by the names of the parts it was fused from."""
+    """Return a decoder's tensors in float16, which are never packed, by the names of their parts."""
     config = read_model_config(folder)
     meter = meter or LoadMeter()
     with Checkpoint.open(folder) as checkpoint, torch.inference_mode():
@@ -162,11 +168,11 @@ def held(
         fill: Any = loader.make_direct_filler(checkpoint, meter, {})
         if way == "threaded":
             fill = partial(read_tensors, checkpoint, advance=meter.advance)
-        at_once = way == "threaded"
-        # Any: which blocks its layers have is in no type.
-        loading = loader.ModelBuilder(config, builder, at_once, meter)
-        model: Any = loading.build(loader.decoder_part(config), fill)
-    found = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
+        allocates_first = way == "threaded"
+        # Any: the types of the layers' blocks are not known statically.
+        model_builder = loader.ModelBuilder(config, builder, allocates_first, meter)
+        model: Any = model_builder.build(loader.decoder_part(config), fill)
+    tensors = {"embed_tokens": model.embedding, "head": model.head.weight, "norm": model.final_norm}
     for i, layer in enumerate(model.layers):
         attention = layer.attention
         mlp = layer.mlp
@@ -178,14 +184,14 @@ def held(
         }
         for name, linear in linears.items():
             product = linear.product
-            found |= {f"{i}.{name}": product.weight, f"{i}.{name}.bias": product.bias}
+            tensors |= {f"{i}.{name}": product.weight, f"{i}.{name}.bias": product.bias}
         for name, projection in {"input_norm": attention.qkv, "post_norm": mlp.gate_up}.items():
             (norm,) = projection.steps_before
             assert isinstance(norm, FoldedNorm if fold else RowNorm)
             if isinstance(norm, RowNorm):
-                found[f"{i}.{name}"] = norm.scales
-        found[f"{i}.qk_norm"] = attention.rotate_and_store.scales
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+                tensors[f"{i}.{name}"] = norm.scales
+        tensors[f"{i}.qk_norm"] = attention.rotate_and_store.scales
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @pytest.mark.parametrize(
@@ -194,9 +200,9 @@ def held(
 def test_weights_are_the_same_whichever_way_they_are_read(
     variant: str, tiny: Callable[..., Path]
 ) -> None:
-    """Golden tests hold the first way against `transformers`."""
+    """Golden tests compare the first way with `transformers`."""
     folder = tiny("llama2", mlp_bias=True) if variant == "mlp_bias" else tiny(variant)
-    direct, threaded = (held(folder, way) for way in WAYS)
+    direct, threaded = (load_tensors(folder, way) for way in WAYS)
     assert direct.keys() == threaded.keys()
     for name, tensor in direct.items():
         assert torch.equal(threaded[name], tensor) and tensor.any(), name
@@ -205,25 +211,27 @@ def test_weights_are_the_same_whichever_way_they_are_read(
 @pytest.mark.parametrize("way", WAYS)
 def test_progress_counts_every_byte(way: str, tiny: Callable[..., Path]) -> None:
     folder = tiny("biases")
-    told = list[LoadProgress]()
+    reports = list[LoadProgress]()
     total = tensor_bytes(read_model_config(folder), "float16")
-    held(folder, way, LoadMeter(told.append, total))
-    read = [report for report in told if report.phase == "read"]
-    assert all(report.total == total for report in told)
-    assert read[-1].done == total and [r.done for r in read] == sorted(r.done for r in read)
-    packed = [report.done for report in told if report.phase == "pack"]
+    load_tensors(folder, way, LoadMeter(reports.append, total))
+    read_reports = [report for report in reports if report.phase == "read"]
+    assert all(report.total == total for report in reports)
+    assert read_reports[-1].done == total and [r.done for r in read_reports] == sorted(
+        r.done for r in read_reports
+    )
+    packed = [report.done for report in reports if report.phase == "pack"]
     assert packed == sorted(packed) and len(packed) == (2 if way == "threaded" else 0)
     assert not packed or 0 < packed[-1] <= total
 
 
-def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
-    told = list[LoadProgress]()
+def test_the_engine_reports_its_progress(tiny: Callable[..., Path]) -> None:
+    reports = list[LoadProgress]()
     model = tiny("tied")
     draft = tiny("tied", layers=1)
     options: dict[str, Any] = {"threads": 1, "dtype": "float32", "ctx": 256, "spec": "draft"}
-    Engine(EngineConfig(model=model, draft_model=draft, **options), told.append)
-    assert told[-1].done == told[-1].total and told[0].done < told[0].total
-    assert told[-1].total == sum(
+    Engine(EngineConfig(model=model, draft_model=draft, **options), reports.append)
+    assert reports[-1].done == reports[-1].total and reports[0].done < reports[0].total
+    assert reports[-1].total == sum(
         tensor_bytes(read_model_config(f), "float32") for f in (model, draft)
     )
 
@@ -232,8 +240,8 @@ def test_the_engine_tells_its_progress(tiny: Callable[..., Path]) -> None:
 def test_norms_are_folded_into_the_matrices_behind_them_only(
     way: str, tiny: Callable[..., Path]
 ) -> None:
-    plain = held(tiny("qwen3"), way)
-    folded = held(tiny("qwen3"), way, fold=True)
+    plain = load_tensors(tiny("qwen3"), way)
+    folded = load_tensors(tiny("qwen3"), way, fold=True)
     norms = {name for name in plain if name.endswith(("input_norm", "post_norm"))}
     assert norms and folded.keys() == plain.keys() - norms
     for name in folded:
@@ -249,7 +257,7 @@ def test_norms_are_folded_into_the_matrices_behind_them_only(
 
 
 @pytest.mark.parametrize("variant", ["tied", "glm4_moe"])
-def test_dummy_models_say_different_things(
+def test_dummy_models_generate_different_texts(
     variant: str, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     size = {"hidden": 128, "vocab": 2000, "layers": 6} if variant == "tied" else {"vocab": 2000}
@@ -267,7 +275,7 @@ def test_dummy_models_say_different_things(
 def test_a_stored_head_counts_more_than_a_tie_flag(
     tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in transformers: a head that differs from the embedding is used, a copy of it is none."""
+    """As in transformers, a head that differs from the embedding is used; a copy is ignored."""
     source = tiny("qwen3")
     folder = shutil.copytree(source, tmp_path / "flagged")
     edit_config(folder, lambda c: c.update(tie_word_embeddings=True))

@@ -1,4 +1,6 @@
-"""MTP drafts against plain references, their caches after rejections, prefix hits and late catching up."""
+"""MTP drafts against plain references, their caches after rejections, prefix hits and late catching
+up.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from spd.runtime import Engine, SamplingParams
 from spd.runtime.models.decoder import Decoder, HeadModel
@@ -26,7 +29,8 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.mtp_reference import LibraryMtp, NemotronMtp, PlainDrafter, PlainMtp
 
 VOCAB = 256
-TOO_NEAR = 1e-4  # Logits that differ by less may change places between float32 and float64.
+MIN_GAP = 1e-4
+"""Logits that differ by less may change places between float32 and float64."""
 HEADS: dict[str, dict[str, Any]] = {
     "deepseek": {"family": "deepseek"},
     "deepseek2": {"family": "deepseek", "modules": 2},
@@ -46,8 +50,8 @@ BY_LIBRARY = ("deepseek_v3", "deepseek_v3_2", "glm4", "glm4_lite", "mimo_v2", "s
 SHORT = {("deepseek", 1), ("mimo3", 4), ("ernie", 2), ("deepseek_v3", 3), ("glm4_lite", 2)}
 SHORT |= {("mimo_v2", 3), ("step3", 2), ("nemotron_h", 3)}
 Fault = Callable[[Engine, pytest.MonkeyPatch], None]
-Texts = list[tuple[tuple[int, ...], Run]]
-EVERY = list(itertools.product(HEADS, (1, 2, 3, 4)))
+Runs = list[tuple[tuple[int, ...], Run]]
+ALL_CASES = list(itertools.product(HEADS, (1, 2, 3, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -64,59 +68,66 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return get
 
 
-def texts(engine: Engine, count: int = 24) -> Texts:
+def generate_texts(engine: Engine, count: int = 24) -> Runs:
     prompts = [*random_prompts(2, 20, VOCAB), *random_prompts(1, 75, VOCAB, seed=1), (7,), (3, 9)]
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for _ in prompts]
     return list(zip(prompts, run_all(engine, prompts, params), strict=True))
 
 
-def compared(plain: PlainDrafter, runs: Texts, most: int = 1000) -> tuple[int, int, int]:
-    """Rounds whose drafts are not the reference's, rounds compared (few a run), those after a rejection."""
-    wrong = seen = rejected = 0
+def compare_drafts(plain: PlainDrafter, runs: Runs, max_rounds: int = 1000) -> tuple[int, int, int]:
+    """Compare drafts with the reference's, in at most `max_rounds` rounds of each run.
+
+    Returns the numbers of rounds with other drafts, of rounds compared, and of those after a
+    rejection.
+    """
+    wrong = num_compared = rejected = 0
     for prompt, run in runs:
         tokens = [*prompt, *run.tokens]
         hidden = plain.hidden(tokens)
         pairs = [pair for pair in zip(run.rounds, run.rounds[1:], strict=False) if pair[1].draft]
-        for before, record in pairs[:: -(-len(pairs) // most) or 1]:
+        for previous, record in pairs[:: -(-len(pairs) // max_rounds) or 1]:
             drafts, gap = plain.draft(tokens[: record.position], len(record.draft), hidden)
-            if gap > TOO_NEAR:
-                seen += 1
-                rejected += before.accepted < len(before.draft)
+            if gap > MIN_GAP:
+                num_compared += 1
+                rejected += previous.accepted < len(previous.draft)
                 wrong += drafts != record.draft
-    return wrong, seen, rejected
+    return wrong, num_compared, rejected
 
 
 @pytest.mark.parametrize(
     ("name", "k"),
-    [pytest.param(*each, marks=() if each in SHORT else pytest.mark.slow) for each in EVERY],
+    [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow) for case in ALL_CASES],
 )
 def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: int) -> None:
     family = HEADS[name]["family"]
     modules = HEADS[name].get("modules", 1)
     total = 0
-    short = (name, k) in SHORT
-    for kind in ("copy",) if short else ("random", "copy"):
+    is_short = (name, k) in SHORT
+    for kind in ("copy",) if is_short else ("random", "copy"):
         folder = heads(name, kind)
         plain: PlainDrafter
         if name == "nemotron_h":
             plain = NemotronMtp(folder, tmp_path / kind)
         else:
             by_library = name in BY_LIBRARY
-            own = (family, modules)
+            head = (family, modules)
             plain = (
-                LibraryMtp(folder, *own, tmp_path / kind) if by_library else PlainMtp(folder, *own)
+                LibraryMtp(folder, *head, tmp_path / kind)
+                if by_library
+                else PlainMtp(folder, *head)
             )
         engine = make_engine(folder, spec="mtp", draft_max=k, kernels="torch" if k == 1 else "auto")
-        wrong, seen, rejected = compared(
-            plain, texts(engine, 24 if short else 60), 6 if short else 1000
+        wrong, num_compared, rejected = compare_drafts(
+            plain, generate_texts(engine, 24 if is_short else 60), 6 if is_short else 1000
         )
-        assert wrong == 0, (kind, wrong, seen)
-        assert rejected > (5 if short else 20)
-        total += seen
-    assert total > (12 if short else 200)
+        assert wrong == 0, (kind, wrong, num_compared)
+        assert rejected > (5 if is_short else 20)
+        total += num_compared
+    assert total > (12 if is_short else 200)
 
 
-def ruled(**rules: Any) -> Fault:
+def change_rules(**rules: Any) -> Fault:
+    """Return a fault that changes rules of all modules."""
 
     def plant(engine: Engine, monkeypatch: Patch) -> None:
         for module in modules_of(engine):
@@ -127,26 +138,29 @@ def ruled(**rules: Any) -> Fault:
 
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
-    honest = HeadProposer._store
+    store = HeadProposer._store
     scales = engine.round_queue.runner.model.final_norm
-    kept = lambda self, n, states, *rest: honest(self, n, states / (1 if n else scales), *rest)  # noqa: E731
-    monkeypatch.setattr(HeadProposer, "_store", kept)
+
+    def store_unnormed(self: HeadProposer, n: int, states: Tensor, *rest: Any) -> None:
+        store(self, n, states / (1 if n else scales), *rest)
+
+    monkeypatch.setattr(HeadProposer, "_store", store_unnormed)
 
 
 def shifted(engine: Engine, monkeypatch: Patch) -> None:
-    """A row's own state is read in place of the one before it."""
+    """A row's state is read in place of the one before it."""
     for module in modules_of(engine):
-        honest = module.kernels.head_input
+        head_input = module.kernels.head_input
 
-        def later(ids: Any, table: Any, batch: Any, *rest: Any) -> Any:
+        def later(ids: Any, table: Any, batch: Any, *operands: Any) -> Any:
             positions = batch.positions + (batch.states.depth > 1)
-            return honest(ids, table, replace(batch, positions=positions), *rest)  # noqa: B023
+            return head_input(ids, table, replace(batch, positions=positions), *operands)  # noqa: B023
 
         module.kernels = replace_operations(module.kernels, head_input=later)
 
 
-def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
-    """Later rows turn further than the released heads learnt."""
+def rotated_by_slots(engine: Engine, monkeypatch: Patch) -> None:
+    """Later rows rotate further than the released heads were trained with."""
     for module in modules_of(engine):
         table = module.rotary
         table.cos, table.sin = table.cos[::2].contiguous(), table.sin[::2].contiguous()
@@ -155,9 +169,9 @@ def turned_by_slots(engine: Engine, monkeypatch: Patch) -> None:
 
 def stale(engine: Engine, monkeypatch: Patch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
-    honest = HeadProposer._window
+    window = HeadProposer._window
     monkeypatch.setattr(
-        HeadProposer, "_window", lambda self, _, ahead, slots: honest(self, 1, ahead, slots)
+        HeadProposer, "_window", lambda self, _, ahead, slots: window(self, 1, ahead, slots)
     )
 
 
@@ -170,19 +184,19 @@ def modules_of(engine: Engine) -> list[HeadModel]:
 
 
 FAULTS = {
-    "the projection reads the state where the embedding belongs": ruled(hidden_first=True),
-    "the embedding at position 0 counts": ruled(masked_slot=-1),
-    "a module goes on from what stands before its final norm": ruled(recycles_normed=False),
-    **{fault.__name__: fault for fault in (before_the_norm, shifted, turned_by_slots, stale)},
+    "the projection reads the state in place of the embedding": change_rules(hidden_first=True),
+    "the embedding at position 0 is not masked": change_rules(masked_slot=-1),
+    "a module's next state is the one before its final norm": change_rules(recycles_normed=False),
+    **{fault.__name__: fault for fault in (before_the_norm, shifted, rotated_by_slots, stale)},
 }
 
 
-def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **options: Any) -> Texts:
-    """Texts of an engine whose head has a fault; they are those without a drafter."""
+def generate_with_fault(target: Path, fault: Fault, monkeypatch: Patch, **options: Any) -> Runs:
+    """Generate by an engine whose head has a fault; the text is the one without a drafter."""
     engine = make_fast_engine(target, draft_max=2, **options)
     fault(engine, monkeypatch)
-    runs = texts(engine, 16)
-    plain = texts(make_fast_engine(target), 16)
+    runs = generate_texts(engine, 16)
+    plain = generate_texts(make_fast_engine(target), 16)
     assert [run.output for _, run in runs] == [run.output for _, run in plain], (
         "a drafter changed text"
     )
@@ -192,5 +206,5 @@ def with_fault(target: Path, fault: Fault, monkeypatch: Patch, **options: Any) -
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(heads: Tiny, monkeypatch: Patch, fault: str) -> None:
     folder = heads("deepseek", "random")
-    runs = with_fault(folder, FAULTS[fault], monkeypatch, spec="mtp")
-    assert compared(PlainMtp(folder, "deepseek", 1), runs, most=8)[0] > 0
+    runs = generate_with_fault(folder, FAULTS[fault], monkeypatch, spec="mtp")
+    assert compare_drafts(PlainMtp(folder, "deepseek", 1), runs, max_rounds=8)[0] > 0

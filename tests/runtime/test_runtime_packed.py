@@ -1,4 +1,4 @@
-"""Matrices stored in few bits: read as their definitions say, refused in every other form."""
+"""Matrices stored in few bits: read by their definitions, refused in every other form."""
 
 import json
 import subprocess
@@ -40,37 +40,37 @@ UP = "model.layers.1.mlp.up_proj."
 
 @pytest.mark.parametrize("way", LAYOUTS)
 @pytest.mark.parametrize("rows", [8, 40, 72])
-def test_every_value(way: str, rows: int, tmp_path: Path, monkeypatch: helpers.Patch) -> None:
+def test_every_value_is_unpacked(
+    way: str, rows: int, tmp_path: Path, monkeypatch: helpers.Patch
+) -> None:
     monkeypatch.setattr(packed_weights, "STRIP", 500)
     shape = rows, 192
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
     stored: StoredMatrix = LAYOUTS[way][1](weight)
     save_file(
-        {f"a.b.{last}": each for last, each in stored.tensors.items()},
+        {f"a.b.{suffix}": tensor for suffix, tensor in stored.tensors.items()},
         tmp_path / "model.safetensors",
     )
-    read = read_quantization(Fields("config.json", {"quantization_config": LAYOUTS[way][0]}))
-    own = None if read is None else read.scheme_of("model.layers.0.mlp.up_proj")
-    assert own is not None
+    quantization = read_quantization(Fields("config.json", {"quantization_config": LAYOUTS[way][0]}))
+    scheme = None if quantization is None else quantization.scheme_of("model.layers.0.mlp.up_proj")
+    assert scheme is not None
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
-        found = unpack(checkpoint, "a.b", own, shape)
-    assert torch.equal(found.dequantize(), stored.values)
-    assert (found.group == 1) == (way == "gptq-order")
-    assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), (
-        "it stands for the weight"
-    )
+        matrix = unpack(checkpoint, "a.b", scheme, shape)
+    assert torch.equal(matrix.dequantize(), stored.values)
+    assert (matrix.group == 1) == (way == "gptq-order")
+    assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), "close to the weight"
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 7, 33, 100])
-def test_words_of_every_width(bits: int, count: int) -> None:
+def test_words_of_every_width_are_unpacked(bits: int, count: int) -> None:
     codes = torch.randint(0, 1 << bits, (5, count), generator=torch.Generator().manual_seed(count))
     assert torch.equal(
         unpack_words(packed_twin.pack_words(codes, bits), bits, count), codes.to(torch.uint8)
     )
 
 
-def spoken(folder: Path, count: int = 6, vocab: int = 256, **options: Any) -> list[Any]:
+def generate_outputs(folder: Path, count: int = 6, vocab: int = 256, **options: Any) -> list[Any]:
     params = [
         SamplingParams(max_tokens=count),
         SamplingParams(max_tokens=count, temperature=0.8, seed=1),
@@ -79,31 +79,37 @@ def spoken(folder: Path, count: int = 6, vocab: int = 256, **options: Any) -> li
     return helpers.collect_outputs(run_all(engine, random_prompts(2, 2 * count, vocab), params))
 
 
-def speaks_as_its_copy(folder: Path, way: str, to: Path) -> None:
+def assert_equals_copy(folder: Path, way: str, to: Path) -> None:
     twin, plain = write_twins(folder, to, way)
-    assert spoken(twin) == spoken(plain)
+    assert generate_outputs(twin) == generate_outputs(plain)
 
 
 @pytest.mark.covers(count=6)
 @pytest.mark.parametrize("way", LAYOUTS)
-def test_the_twin_speaks_as_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
-    speaks_as_its_copy(tiny("qwen3", **SIZES), way, tmp_path)
+def test_the_twin_equals_its_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
+    assert_equals_copy(tiny("qwen3", **SIZES), way, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["w4-32-zeros", "nvfp4"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_experts_and_latent_attention(family: str, way: str, tiny: Tiny, tmp_path: Path) -> None:
-    """Rows in another order for interleaved rotation, experts below each other."""
-    speaks_as_its_copy(tiny(family, **SIZES), way, tmp_path)
-
-
-@pytest.mark.parametrize(("way", "beside"), [("w4-32", 2), ("gptq", 4), ("awq", 5)])
-def test_codes_stay_packed_and_are_counted(
-    way: str, beside: int, tiny: Tiny, tmp_path: Path
+def test_experts_and_latent_attention_equal_the_dequantised_copy(
+    family: str, way: str, tiny: Tiny, tmp_path: Path
 ) -> None:
-    """beside: bytes of a group's scale, float32 where it was stored in float16, and of its zero point."""
+    """Rows are reordered for interleaved rotation, and experts are stacked."""
+    assert_equals_copy(tiny(family, **SIZES), way, tmp_path)
+
+
+@pytest.mark.parametrize(("way", "group_bytes"), [("w4-32", 2), ("gptq", 4), ("awq", 5)])
+def test_codes_stay_packed_and_are_counted(
+    way: str, group_bytes: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    """group_bytes: bytes of a group's scale, float32 where it was stored in float16, and of its
+    zero point.
+    """
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, way)
-    engine, wide = (make_engine(each, kernels="torch", dtype="bfloat16") for each in (twin, plain))
+    engine, wide = (
+        make_engine(folder, kernels="torch", dtype="bfloat16") for folder in (twin, plain)
+    )
     assert engine.plan.weights == "int4" and "as stored" in engine.plan.weights_reason
     assert engine.plan.need.weights < wide.plan.need.weights
     config = engine.plan.model.config
@@ -113,7 +119,7 @@ def test_codes_stay_packed_and_are_counted(
     matrices = sum(
         tensor.numel() for name, tensor in stored if tensor.dim() == 2 and "proj" in name
     )
-    assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * beside
+    assert layers[1] - layers[0] == matrices * 2 - matrices // 2 - matrices // 32 * group_bytes
 
 
 @pytest.mark.parametrize("way", ["fp8-block", "modelopt-nvfp4"])
@@ -131,7 +137,7 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
         tensors["model.layers.1.moe.up_proj.input_scale"] = torch.ones(8)
 
     helpers.edit_weights(twin, as_published)
-    assert spoken(twin) == spoken(plain)
+    assert generate_outputs(twin) == generate_outputs(plain)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +160,7 @@ def test_step_packs_scales_of_experts_as_it_packs_experts(way: str, tmp_path: Pa
         ("nvfp4", "weight_global_scale", None, "weight_global_scale': is missing"),
     ],
 )
-def test_wrong_tensors(
+def test_wrong_tensors_are_refused(
     way: str, last: str, change: Any, words: str, tiny: Tiny, tmp_path: Path
 ) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
@@ -162,25 +168,28 @@ def test_wrong_tensors(
         if change is not None:
             tensors[UP + last] = change(tensor)
 
-    said = read_weights_error(write_twins(tiny("qwen3", **SIZES), tmp_path, way)[0], spoil)
-    assert words in said and UP in said
+    message = read_weights_error(write_twins(tiny("qwen3", **SIZES), tmp_path, way)[0], spoil)
+    assert words in message and UP in message
 
 
-def test_schemes_that_do_not_fit_what_is_stored(tiny: Tiny, tmp_path: Path) -> None:
-    """Zero points beside symmetric weights, codes without a scheme, and groups that do not divide."""
+def test_schemes_that_do_not_fit_the_tensors_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    """Zero points of symmetric weights, codes without a scheme, and groups that do not divide."""
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "w4", "w4-32")
     zeros = {UP + "weight_zero_point": torch.zeros(16, 2, dtype=torch.int32)}
-    said = read_weights_error(twin, lambda tensors: tensors.update(zeros))
-    assert "calls the weights symmetric" in said and "model.safetensors" in said
-    own = {"targets": ["re:.*o_proj"]}
+    message = read_weights_error(twin, lambda tensors: tensors.update(zeros))
+    assert "calls the weights symmetric" in message and "model.safetensors" in message
+    scheme_change = {"targets": ["re:.*o_proj"]}
     edit_config(
-        twin, lambda config: config["quantization_config"]["config_groups"]["group_0"].update(own)
+        twin,
+        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(
+            scheme_change
+        ),
     )
     assert "holds codes, but quantization_config has no scheme for it" in read_weights_error(twin)
     twin, _ = write_twins(tiny("qwen3", **SIZES), tmp_path / "gptq", "gptq")
     edit_config(twin, lambda config: config["quantization_config"].update(group_size=48))
-    said = read_weights_error(twin)
-    assert "groups of 48 do not divide 64 columns" in said and "qweight" in said
+    message = read_weights_error(twin)
+    assert "groups of 48 do not divide 64 columns" in message and "qweight" in message
 
 
 def excluding(pattern: str) -> Callable[[dict[str, Any]], object]:
@@ -189,20 +198,20 @@ def excluding(pattern: str) -> Callable[[dict[str, Any]], object]:
 
 
 def test_the_header_says_which_matrices_are_quantized(tiny: Tiny, tmp_path: Path) -> None:
-    kept = ("lm_head", "embed", "o_proj")
-    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", unquantized=kept)
+    unquantized = ("lm_head", "embed", "o_proj")
+    twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "gptq", unquantized=unquantized)
     for pattern in (r"-:.*up_proj", r"-:.*o_proj"):
         edit_config(twin, excluding(pattern))
-        assert spoken(twin) == spoken(plain)
+        assert generate_outputs(twin) == generate_outputs(plain)
 
 
-def test_what_older_tools_wrote_beside_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_older_quantization_file_is_read(tiny: Tiny, tmp_path: Path) -> None:
     twin, plain = write_twins(tiny("qwen3", **SIZES), tmp_path, "modelopt-nvfp4")
     inner = json.loads((twin / "config.json").read_text())["quantization_config"]
     edit_config(twin, lambda config: config.pop("quantization_config"))
     del inner["quant_method"]
     (twin / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": inner}))
-    assert spoken(twin) == spoken(plain)
+    assert generate_outputs(twin) == generate_outputs(plain)
 
 
 @pytest.mark.parametrize("name", ["weight_packed", "input_scale", "k_scale"])
@@ -215,52 +224,61 @@ def test_scales_of_activations_are_not_needed(
     assert ("1 tensors" in caplog.text) == (name == "weight_packed")
 
 
-def speak_alike(folder: Path, way: str, to: Path, kernels: str, *options: int) -> None:
-    """By packed codes as by the dequantised copy, in float32."""
+def assert_kernels_equal_copy(
+    folder: Path, way: str, to: Path, kernels: str, *options: int
+) -> None:
+    """Assert that packed codes give the text of the dequantised copy, in float32."""
     twin, plain = write_twins(folder, to, way)
     plan = make_plan(EngineConfig(model=twin, device="cpu", dtype="float32", kernels=kernels))
     assert plan.weights in ("int4", "int8", "e2m1", "e4m3")
-    assert spoken(twin, *options, kernels=kernels) == spoken(plain, *options, kernels="torch")
+    assert generate_outputs(twin, *options, kernels=kernels) == generate_outputs(
+        plain, *options, kernels="torch"
+    )
 
 
 @needs_compiled
 @pytest.mark.parametrize("way", ["w4-32", "w4--1-zeros", "w8-32", "fp8-block", "nvfp4", "mxfp4"])
-def test_c_kernels_speak_as_the_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
-    speak_alike(tiny("qwen3", **SIZES), way, tmp_path, "native")
+def test_c_kernels_equal_the_dequantised_copy(way: str, tiny: Tiny, tmp_path: Path) -> None:
+    assert_kernels_equal_copy(tiny("qwen3", **SIZES), way, tmp_path, "native")
 
 
 @helpers.INTERPRETER_MARKS[0]
 @helpers.INTERPRETER_MARKS[1]
 @pytest.mark.parametrize("way", ["w4--1-zeros", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_triton_kernels_speak_alike(way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Any) -> None:
+def test_triton_kernels_equal_the_dequantised_copy(
+    way: str, tiny: Tiny, tmp_path: Path, monkeypatch: Any
+) -> None:
     helpers.limit_programs(monkeypatch)
     family = "qwen3_moe" if way == "nvfp4" else "qwen3"
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)
-    speak_alike(folder, way, tmp_path, "triton", 2, 64)
+    assert_kernels_equal_copy(folder, way, tmp_path, "triton", 2, 64)
 
 
 @needs_compiled
-@pytest.mark.parametrize("kept", [(), ("mtp_layers",)])
-def test_mtp_heads_in_codes_and_left_as_they_were(kept: tuple[str, ...], tmp_path: Path) -> None:
-    """The projection is unpacked; that modules of a head are not quantized no ignore list needs to say."""
+@pytest.mark.parametrize("unquantized", [(), ("mtp_layers",)])
+def test_mtp_heads_in_codes_and_left_as_they_were(
+    unquantized: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The projection is unpacked.
+
+    Unquantized modules of a head need no entry in the ignore list.
+    """
     source = write_tiny_mtp(
         tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES
     )
-    twin, plain = write_twins(
-        source, tmp_path, "w4-32", unquantized=(*packed_twin.UNQUANTIZED, *kept)
-    )
+    twin, plain = write_twins(source, tmp_path, "w4-32", unquantized=(*packed_twin.UNQUANTIZED, *unquantized))
     names = load_file(twin / "model.safetensors")
     assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (
-        not kept
+        not unquantized
     )
     params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)]
     work = random_prompts(3, 30, 256), params
     options = {"kernels": "native", "dtype": "float32"}
     off = run_all(make_engine(twin, spec="off", **options), *work)
     options |= helpers.PROPOSER_OPTIONS["mtp"]
-    runs, same = (run_all(make_engine(each, **options), *work) for each in (twin, plain))
+    runs, plain_runs = (run_all(make_engine(folder, **options), *work) for folder in (twin, plain))
     helpers.assert_same_runs(runs, off)
-    assert count_accepted(runs) == count_accepted(same)
+    assert count_accepted(runs) == count_accepted(plain_runs)
 
 
 def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -276,11 +294,12 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
     engines = (
-        make_engine(twin, **more, **helpers.PROPOSER_OPTIONS["mtp"]) for more in ({}, {"mtp": head})
+        make_engine(twin, **mtp_options, **helpers.PROPOSER_OPTIONS["mtp"])
+        for mtp_options in ({}, {"mtp": head})
     )
-    own, apart = (run_all(engine, *work) for engine in engines)
-    helpers.assert_same_runs(apart, own)
-    assert count_accepted(apart) == count_accepted(own)
+    expected, runs = (run_all(engine, *work) for engine in engines)
+    helpers.assert_same_runs(runs, expected)
+    assert count_accepted(runs) == count_accepted(expected)
 
 
 @pytest.mark.oracle
@@ -301,10 +320,10 @@ NAN_CODES = ["fp8-tensor", "fp8-channel", "fp8-block"]
 
 
 @pytest.mark.parametrize("way", [*NAN_CODES, "mxfp4", "nvfp4", "modelopt-nvfp4", "int8", "w4-32"])
-def test_values_that_are_not_finite_spoil_their_scales(
+def test_values_that_are_not_finite_make_their_scales_nan(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kernels take codes for numbers: a scale of NaN lets the sum tell, and a warning names the tensor."""
+    """A scale of NaN carries the NaN of a code into the sum, and a warning names the tensor."""
     config, store = LAYOUTS[way]
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     tensors = store(weight).tensors
@@ -319,16 +338,17 @@ def test_values_that_are_not_finite_spoil_their_scales(
         scales.view(torch.uint8).fill_(255)
         where = "a.b.weight_scale"
     save_file(
-        {f"a.b.{last}": each for last, each in tensors.items()}, tmp_path / "model.safetensors"
+        {f"a.b.{suffix}": tensor for suffix, tensor in tensors.items()},
+        tmp_path / "model.safetensors",
     )
-    how = read_quantization(Fields("config.json", {"quantization_config": config}))
-    assert how is not None
-    scheme = how.scheme_of("a.b")
+    quantization = read_quantization(Fields("config.json", {"quantization_config": config}))
+    assert quantization is not None
+    scheme = quantization.scheme_of("a.b")
     assert scheme is not None
     with Checkpoint.open(tmp_path) as checkpoint:
-        found = unpack(checkpoint, "a.b", scheme, (64, 64))
-    assert found.scales[5].isnan().any()
-    plain = found.dequantize()
+        matrix = unpack(checkpoint, "a.b", scheme, (64, 64))
+    assert matrix.scales[5].isnan().any()
+    plain = matrix.dequantize()
     assert plain[5, 40].isnan()
     assert f"tensor {where} holds values that are not finite" in caplog.text
     if way in ("fp8-channel", "fp8-block"):

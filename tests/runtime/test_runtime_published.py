@@ -1,4 +1,4 @@
-"""Published hybrids from their configurations and tensor lists: what is used, found, counted."""
+"""Published releases from their configurations and tensor lists: used tensors, MTP heads, memory."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -54,14 +54,14 @@ OTHERS = {
     "a MiMo-V2-Flash of 3 layers": (others.MIMO_V2, others.mimo_v2, "mtp"),
 }
 FILES = {"gpt-oss-20b": 13.76e9, "gpt-oss-120b": 65.25e9}  # Bytes of the published files.
-DEEP = {
+MIMO_LAYERS = {
     "num_hidden_layers": 48,
     "hybrid_layer_pattern": [0, *[1] * 5] * 8,
     "moe_layer_freq": [0, *[1] * 47],
 }
-WHOLE = {
+COMPLETE_RELEASES = {
     "MiniMax-M2": ({**others.MINIMAX_M2, "num_hidden_layers": 62}, others.minimax_m2, 229),
-    "MiMo-V2-Flash": ({**others.MIMO_V2, **DEEP}, others.mimo_v2, 309),
+    "MiMo-V2-Flash": ({**others.MIMO_V2, **MIMO_LAYERS}, others.mimo_v2, 309),
     "Step-3.7-Flash": (others.STEP3_FULL, others.step3, 196.9 + 2.5),
 }  # Releases with all of their layers, and billions of elements as published; Step's with its MTP.
 BILLIONS = {"12B": 11.9e9, "26B-A4B": 25.2e9, "31B": 30.7e9}
@@ -74,7 +74,7 @@ GEMMA4S: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.fixture(scope="module", params=[8, pytest.param(None, marks=pytest.mark.slow)])
 def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Shelf:
-    """Releases by name, each written and read once, with its first layers or all."""
+    """Return a function that writes and reads a release once, with its first layers or all."""
 
     @cache
     def get(name: str) -> tuple[ModelFolder, Release]:
@@ -86,12 +86,12 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return get
 
 
-def planned(folder: ModelFolder, **options: Any) -> EnginePlan:
-    """The plan for a GPU of 80 GiB, but for what memory decides."""
+def plan_on_card(folder: ModelFolder, **options: Any) -> EnginePlan:
+    """Return the plan for a GPU of 80 GiB, without the choices that memory decides."""
     return resolve_plan(EngineConfig(model=folder, **options), CARD)
 
 
-def elements(entries: Iterable[Entry]) -> int:
+def count_elements(entries: Iterable[Entry]) -> int:
     return sum(math.prod(shape) for _, _, shape in entries)
 
 
@@ -99,12 +99,13 @@ def elements(entries: Iterable[Entry]) -> int:
 @pytest.mark.parametrize("name", RELEASES)
 def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
-    seen = (
-        []
-        if row.fused_projections
-        else [entry[0] for entry in published_hybrids.vision_tensors(row)]
+    vision_names = (
+        [] if row.fused_projections else [entry[0] for entry in published_hybrids.vision_tensors(row)]
     )
-    assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
+    assert (
+        check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
+        == vision_names
+    )
     layers = family_layout(folder.config)
     assert len(layers.attention_blocks) == row.layers // 4 and len(layers.layers) == row.layers
     source = find_mtp_source(folder)
@@ -114,12 +115,12 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
         and source.layout.modules == 1
     )
     assert source.layout.family.zero_centered_norms
-    found = check_source(source, folder.checkpoint)
+    mtp_tensors_found = check_source(source, folder.checkpoint)
     names = {n for n, _, _ in mtp_tensors(row)}
-    assert found and (
-        row.experts[0] or found.keys() == {name.removesuffix("_inv") for name in names}
+    assert mtp_tensors_found and (
+        row.experts[0] or mtp_tensors_found.keys() == {name.removesuffix("_inv") for name in names}
     )
-    plan = planned(folder)
+    plan = plan_on_card(folder)
     assert plan.spec.split("+")[0] == "mtp" and plan.shape.mtp_modules == 1
 
 
@@ -127,7 +128,7 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
 @pytest.mark.parametrize("name", RELEASES)
 def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
-    plan = planned(folder, slots=2)
+    plan = plan_on_card(folder, slots=2)
     config = folder.config
     recurrent = row.layers * 3 // 4
     depth = ring_depth(plan.shape.draft_max)
@@ -139,65 +140,70 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     keys = 2 * row.key_value_heads * published_hybrids.HEAD * 2
     assert page_bytes(config, "bfloat16") == PAGE_SIZE * row.layers // 4 * keys
     # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
-    kept = tensor_bytes(config, "bfloat16", plan.shape.form)
+    model_bytes = tensor_bytes(config, "bfloat16", plan.shape.form)
     text = published_hybrids.text_tensors(row)
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
     assert (
-        stored <= kept < (1.04 if row.fp8 else 1.01) * stored
+        stored <= model_bytes < (1.04 if row.fp8 else 1.01) * stored
     )  # each row of a block has its scale
-    assert plan.need.weights >= kept and plan.need.total > plan.need.weights
+    assert plan.need.weights >= model_bytes and plan.need.total > plan.need.weights
     source = find_mtp_source(folder)
     assert source is not None
     head = count_module_bytes(source, 0, "bfloat16", plan.shape.draft_form)
     assert plan.need.draft_weights == head
     if not row.fp8:
-        assert head == pytest.approx(2 * elements(mtp_tensors(row)), rel=1e-3)
+        assert head == pytest.approx(2 * count_elements(mtp_tensors(row)), rel=1e-3)
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_all_layers", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_releases_in_few_bits(name: str, whole: bool, tmp_path: Path) -> None:
-    """As many tensors as published, each used or named; the MTP layer is found; codes stay as they are."""
+def test_releases_in_few_bits_are_planned_for(
+    name: str, has_all_layers: bool, tmp_path: Path
+) -> None:
+    """Tensors are as many as published, each used or named; the MTP layer is found.
+
+    Codes are unchanged.
+    """
     release = QUANTIZED[name]
-    if not whole:
+    if not has_all_layers:
         release = replace(release, base=replace(release.base, layers=4), tensors=None)
     parts = parts_of(release)
-    text, draft, seen = parts
+    text, draft, vision = parts
     assert release.tensors in (None, sum(map(len, parts)))
     folder = ModelFolder(write_quantized(tmp_path, release))
     unused = check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
-    assert unused == [entry[0] for entry in seen]
+    assert unused == [entry[0] for entry in vision]
     source = find_mtp_source(folder)
     assert source is not None and check_source(source, folder.checkpoint)
     plan = resolve_plan(EngineConfig(model=folder), replace(CARD, free=180 * 2**30))
     assert plan.spec == "mtp"
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
     # Scales of NVFP4 are kept in float32, one a group of 16: 6 bits a weight in place of 4.5.
-    if whole or "NVFP4" not in name:  # a head in NVFP4 is multiplied out
+    if has_all_layers or "NVFP4" not in name:  # a head in NVFP4 is multiplied out
         assert stored <= plan.need.weights < (1.34 if "NVFP4" in name else 1.03) * stored
     if not release.base.fp8:
-        assert plan.need.draft_weights == pytest.approx(2 * elements(draft), rel=1e-3)
-    if whole and "w4a16" in name:  # its two files have 10,952 and 486.58 million bytes
-        assert stored + 2 * elements(seen) == pytest.approx(10_952e6, rel=3e-4)
-        assert 2 * elements(draft) == pytest.approx(486_582_848, abs=4096)
+        assert plan.need.draft_weights == pytest.approx(2 * count_elements(draft), rel=1e-3)
+    if has_all_layers and "w4a16" in name:  # its two files have 10,952 and 486.58 million bytes
+        assert stored + 2 * count_elements(vision) == pytest.approx(10_952e6, rel=3e-4)
+        assert 2 * count_elements(draft) == pytest.approx(486_582_848, abs=4096)
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_how_it_may_be_divided(name: str, shelf: Shelf) -> None:
+def test_a_release_can_be_divided_among_ranks(name: str, shelf: Shelf) -> None:
     folder, _ = shelf(name)
     config = folder.config
     assert possible_rank_counts(config, (1, 2, 4, 8, 16)) == [
         n for n in (1, 2, 4, 8, 16) if n <= RANKS[name]
     ]
-    plan = planned(folder, tp=2, draft_tp=1)
-    alone = planned(folder)
+    plan = plan_on_card(folder, tp=2, draft_tp=1)
+    alone = plan_on_card(folder)
     assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
     assert plan.need.weights < 0.51 * alone.need.weights
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_tensor_of_tiny_families_is_used_and_counted(name: str, tmp_path: Path) -> None:
-    """By the names that `transformers` reads in `test_runtime_golden`."""
+    """Names are those that `transformers` reads in `test_runtime_golden`."""
     folder = ModelFolder(write_dense(tmp_path, name))
     assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == []
     stored = sum(tensor.nbytes for tensor in folder.checkpoint.tensors.values())
@@ -208,9 +214,12 @@ def test_every_tensor_of_tiny_families_is_used_and_counted(name: str, tmp_path: 
 def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> None:
     config, tensors, spec = OTHERS[name]
     folder = ModelFolder(others.write_release(tmp_path, config, tensors))
-    seen = [name for name in folder.checkpoint.tensors if "vision" in name]
-    assert check_weights(folder.checkpoint, folder.config, family_layout(folder.config)) == seen
-    plan = planned(folder)
+    vision_names = [name for name in folder.checkpoint.tensors if "vision" in name]
+    assert (
+        check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
+        == vision_names
+    )
+    plan = plan_on_card(folder)
     assert plan.spec.split("+")[0] in (spec, "ngram")
     source = find_mtp_source(folder)
     assert (source is not None) == (spec == "mtp")
@@ -222,8 +231,10 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
         assert stored == pytest.approx(FILES[name], rel=0.005)
         assert plan.shape.form.main_kind == "e2m1" and stored < plan.need.weights < 1.06 * stored
     else:  # scales of FP8 blocks stand at every row, those of NVFP4 in float32
-        most = 1.15 if "NVFP4" in name else 1.01 if folder.config.quantization is None else 1.04
-        assert 0.975 * stored < plan.need.weights + plan.need.draft_weights < most * stored
+        max_ratio = (
+            1.15 if "NVFP4" in name else 1.01 if folder.config.quantization is None else 1.04
+        )
+        assert 0.975 * stored < plan.need.weights + plan.need.draft_weights < max_ratio * stored
 
 
 @pytest.mark.parametrize("name", GEMMA4S)
@@ -235,21 +246,21 @@ def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Pat
     shares = range(
         config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]
     )
-    own = ("k_proj", "v_proj", "k_norm")
-    unused = {f"model.layers.{i}.self_attn.{name}.weight" for i in shares for name in own}
+    key_names = ("k_proj", "v_proj", "k_norm")
+    unused = {f"model.layers.{i}.self_attn.{name}.weight" for i in shares for name in key_names}
     assert (
         set(check_weights(folder.checkpoint, folder.config, family_layout(folder.config))) == unused
     )
-    assert elements(table) == pytest.approx(size, rel=0.01)
+    assert count_elements(table) == pytest.approx(size, rel=0.01)
     assert name != "E2B" or len(table) == 600, (
         "as its header at 9dbdf8a has below model.language_model"
     )
     stored = (tmp_path / "model.safetensors").stat().st_size
-    assert 0.98 * stored < planned(folder).need.weights < 1.001 * stored
+    assert 0.98 * stored < plan_on_card(folder).need.weights < 1.001 * stored
 
 
 def test_tables_make_as_many_tensors_and_elements_as_there_are() -> None:
-    """Of Ultra's index, of which some are MTP's; of Step's text 804 and 126 scales."""
+    """Ultra's index with its MTP tensors, and the 804 tensors and 126 scales of Step's text."""
     names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
     assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)
     names = [name for name, _, _ in others.step3(others.STEP3_FULL) if "vision" not in name]
@@ -260,11 +271,11 @@ def test_tables_make_as_many_tensors_and_elements_as_there_are() -> None:
             mtp_tensors(row),
             published_hybrids.vision_tensors(row),
         )
-        assert tuple(len(list(part)) for part in parts) == TENSOR_COUNTS[name], name
-    for name, (config, tensors, size) in WHOLE.items():
-        own = (
+        assert tuple(len(list(part)) for part in parts) == COUNTED[name], name
+    for name, (config, tensors, size) in COMPLETE_RELEASES.items():
+        text_entries = (
             entry
             for entry in tensors(config)
             if "scale" not in entry[0] and "vision" not in entry[0]
         )
-        assert elements(own) / 1e9 == pytest.approx(size, rel=0.005), name
+        assert count_elements(text_entries) / 1e9 == pytest.approx(size, rel=0.005), name

@@ -1,4 +1,4 @@
-"""Rotation: heads reordered at load turn in the kernels' one form as their own form says."""
+"""Rotation: heads that are reordered at load are rotated by the kernels as their definition has it."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.models.builder import reorder_heads
 
 
-def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
-    """One head x [D] turned by the definition, a pair at a time, in float64."""
+def rotate_by_definition(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
+    """Return one head x [D] rotated by the definition, a pair at a time, in float64."""
     y = x.double().clone()
     half = dims.rotary_dim // 2
     for i in range(half):
@@ -25,26 +25,28 @@ def turned(x: torch.Tensor, position: int, dims: RotaryDims) -> torch.Tensor:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("width", "rotated"), [(8, 8), (8, 4), (12, 6), (16, 4), (6, 2)])
-def test_every_form_of_rotation(width: int, rotated: int, interleaved: bool) -> None:
+def test_reordered_heads_rotate_as_defined(width: int, rotated: int, interleaved: bool) -> None:
     order = (dims := RotaryDims(width, rotated, interleaved)).order
     assert sorted(order or range(width)) == list(range(width))
     assert (order is None) == (width == rotated and not interleaved)
     table = RotaryTable(RopeConfig("default", 100.0), dims, 50, torch.float32, "cpu")
     heads = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
-    inside = heads.flatten().clone()
+    reordered = heads.flatten().clone()
     if order is not None:
-        reorder_heads(inside, order)
+        reorder_heads(reordered, order)
     for position in (0, 1, 49):
-        found = apply_rotary(inside.view(3, width), table.cos[position], table.sin[position])
-        expected = torch.stack([turned(head, position, dims) for head in heads])
+        rotated_heads = apply_rotary(
+            reordered.view(3, width), table.cos[position], table.sin[position]
+        )
+        expected = torch.stack([rotate_by_definition(head, position, dims) for head in heads])
         expected = expected if order is None else expected[:, order]
-        assert (found.double() - expected).abs().max() < 1e-5
+        assert (rotated_heads.double() - expected).abs().max() < 1e-5
 
 
 def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
-    """YaRN scales cos and sin; what does not turn keeps its size."""
+    """YaRN scales cos and sin; elements that are not rotated keep their size."""
     scaled = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)
-    still = [2, 3, 4, 5, 8, 9, 10, 11]
+    unrotated = [2, 3, 4, 5, 8, 9, 10, 11]
     table = RotaryTable(scaled, RotaryDims(12, 4), 5, torch.float32, "cpu")
-    assert (table.cos[:, still] == 1).all() and (table.sin[:, still] == 0).all()
+    assert (table.cos[:, unrotated] == 1).all() and (table.sin[:, unrotated] == 0).all()
     assert (table.cos[0, [0, 1, 6, 7]] == 1.5).all()

@@ -1,4 +1,4 @@
-"""Which row counts an engine admits: those that agree bit for bit."""
+"""The row counts that an engine admits: those whose rows agree bit for bit."""
 
 from typing import Any, cast
 
@@ -20,7 +20,9 @@ ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Windows:
-    """Rows whose last bit depends on their number or place where asked, in the context that is asked for."""
+    """A forward pass in which one bit of one row depends on the number or place of rows, where
+    `odd` has it.
+    """
 
     def __init__(self, odd: dict[tuple[int, int, int], int]) -> None:
         self.odd = odd
@@ -38,14 +40,16 @@ class Windows:
 
 @pytest.mark.parametrize("odd", [None, (5, 20, 1), (8, 24, 2), (2, 30, 2)])
 def test_row_counts_that_agree_are_admitted(odd: tuple[int, int, int] | None) -> None:
-    """One bit in one row refuses one: at every place of the widest window."""
+    """One bit in one row refuses a row count, at every place of the widest window."""
     windows = Windows({odd: odd[0] - 1} if odd else {})
     assert matching_buckets(windows) == (*(w for w in CANDIDATES if not odd or w != odd[0]), WIDEST)
     assert odd or windows.asked[16] == windows.asked[2] == set(range(WIDEST))
 
 
 class Sums:
-    """A product by random numbers [64, 256] in bfloat16 that some numbers of rows sum in another order."""
+    """A product by random numbers [64, 256] in bfloat16 that sums in another order for `odd` row
+    counts.
+    """
 
     def __init__(self, odd: tuple[int, ...]) -> None:
         self.odd = odd
@@ -73,26 +77,26 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
     widths = (*CANDIDATES, WIDEST)
     product = Sums(odd)
     x = product.make_example_rows(WIDEST)
-    shown = [
+    differing = [
         w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])
     ]
-    assert shown == [], "in no result of these"
+    assert differing == [], "no result differs"
     assert arithmetic_probe.matching_sum_order(cast(Linear, product), widths) == tuple(
         w for w in widths if w not in odd
     )
 
 
-def test_products_say_what_rounding_took() -> None:
+def test_products_report_their_rounding_error() -> None:
     plain = torch.randn(48, 64).bfloat16()
     product = Linear(plain, torch.bfloat16)
     x = torch.randn(4, 64).bfloat16()
     y = product.product(x, WIDEST)
-    lost = product.rounding_error(x, y)
-    if lost is None:
+    error = product.rounding_error(x, y)
+    if error is None:
         pytest.skip("no bfloat16 products on this processor")
     exact = x.double() @ plain.double().T
     assert (
-        ((y.double() + lost.double()) - exact).abs().max()
+        ((y.double() + error.double()) - exact).abs().max()
         < 1e-3
         < 1e-2
         < (y.double() - exact).abs().max()
@@ -103,33 +107,35 @@ def test_products_say_what_rounding_took() -> None:
 def test_rows_of_empty_slots_are_not_run(
     tiny: Tiny, spec: str, width: int, monkeypatch: Patch
 ) -> None:
-    """One request where eight could be, and three: no pass has more rows than their windows fill up to."""
+    """With one or three requests in eight slots, no pass has more rows than the bucket of their
+    windows.
+    """
     engine = make_engine(tiny("qwen3"), spec=spec, draft_max=width - 1, slots=8)
     runner = engine.round_queue.runner
     head = runner.model.logits
     forward = runner.model.forward
     model = runner.model
-    seen: list[int] = []
-    scored: list[int] = []
+    row_counts: list[int] = []
+    head_row_counts: list[int] = []
 
     def spy(batch: ForwardBatch, caches: Any) -> ModelOutput:
         if batch.chunk_start is None:
-            seen.append(batch.token_ids.shape[0])
+            row_counts.append(batch.token_ids.shape[0])
         return forward(batch, caches)
 
     def scoring(hidden: Tensor, tile: int) -> Tensor:
-        scored.append(len(hidden))
+        head_row_counts.append(len(hidden))
         return head(hidden, tile)
 
     monkeypatch.setattr(model, "forward", spy)
     monkeypatch.setattr(model, "logits", scoring)
     for count in (1, 3):
-        seen.clear()
-        scored.clear()
+        row_counts.clear()
+        head_row_counts.clear()
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         run_all(engine, [tuple(range(40 + i, 60 + i)) for i in range(count)], [params] * count)
-        most = bucket_for(count * width, runner.buckets)
-        assert seen and max(seen[-4:]) <= most and max(scored[-4:]) <= most
+        limit = bucket_for(count * width, runner.buckets)
+        assert row_counts and max(row_counts[-4:]) <= limit and max(head_row_counts[-4:]) <= limit
 
 
 @pytest.mark.covers(1)
@@ -139,7 +145,9 @@ def test_rows_of_empty_slots_are_not_run(
 def test_texts_depend_on_no_row_counts_nor_slots(
     tiny: Tiny, spec: str, draft_max: int, lag: int
 ) -> None:
-    """Two requests in six slots, by all row counts and by the widest alone: each as alone and plain."""
+    """Two requests in six slots, by all row counts and by the widest alone, give the text of each
+    alone.
+    """
     target = demo_folder() if spec == "mtp" else tiny("qwen3")
     prompts = [tuple(range(40 + i, 60 + i)) for i in range(2)]
     params = [

@@ -1,4 +1,4 @@
-"""Wide tiles of tokens: a GPU is asked for them, its answer is kept for it alone, and engines follow it."""
+"""Wide token tiles: checked on a GPU, stored for that GPU alone, and used by engines."""
 
 import json
 import os
@@ -36,10 +36,10 @@ from tests.helpers import (
     run_all,
 )
 
-SMALL = ((48, 160), (64, 96), (40, 32))
+SMALL_SHAPES = ((48, 160), (64, 96), (40, 32))
 CPU = torch.device("cpu")
-BOUND = {"gpu": "one", "driver": "1.2"}
-ANSWER: TokenTileLimits = {"bfloat16": 32, "int8": 16}
+ENVIRONMENT = {"gpu": "one", "driver": "1.2"}
+LIMITS: TokenTileLimits = {"bfloat16": 32, "int8": 16}
 
 
 def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
@@ -63,76 +63,76 @@ def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
 
 @pytest.mark.parametrize("operation", ["linear", "norm_gate_up", "head_logits"])
 def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
-    """Stand-in kernels that give other bits for int8 from tiles of 64 on, and for bfloat16 from 32 on."""
+    """Stand-in kernels give other bits for int8 from tiles of 64 on, and for bfloat16 from 32 on."""
     plain = load_kernels("torch")
 
     def load(widest: TokenTileLimits) -> Kernels:
-        def lying(*given: Any) -> Any:
-            found = getattr(plain, operation)(*given)
-            off = widest.get("int8", 0) >= 64 or widest.get("bfloat16", 0) >= 32
-            last = found[-1] if isinstance(found, tuple) else found
-            last.view(-1)[-1].add_(off)
-            return found
+        def run_inexact(*operands: Any) -> Any:
+            result = getattr(plain, operation)(*operands)
+            is_inexact = widest.get("int8", 0) >= 64 or widest.get("bfloat16", 0) >= 32
+            last = result[-1] if isinstance(result, tuple) else result
+            last.view(-1)[-1].add_(is_inexact)
+            return result
 
-        return helpers.replace_operations(plain, **{operation: lying})
+        return helpers.replace_operations(plain, **{operation: run_inexact})
 
-    assert widest_exact_tiles(load, CPU, shapes=SMALL) == {"bfloat16": 16, "int8": 32}
+    assert widest_exact_tiles(load, CPU, shapes=SMALL_SHAPES) == {"bfloat16": 16, "int8": 32}
 
 
 @INTERPRETER_MARKS[0]
 def test_the_kernels_keep_every_bit() -> None:
-    assert widest_exact_tiles(partial(load_kernels, "triton", None), CPU, ("float16",), SMALL) == {
-        "float16": 64
-    }
+    assert widest_exact_tiles(
+        partial(load_kernels, "triton", None), CPU, ("float16",), SMALL_SHAPES
+    ) == {"float16": 64}
 
 
-def test_an_answer_is_its_gpus_alone(tmp_path: Path) -> None:
+def test_stored_limits_are_for_one_gpu_alone(tmp_path: Path) -> None:
     cache = lambda: tmp_path / "new" / "spd"  # noqa: E731
-    assert read_tile_limits(cache, BOUND) is None
-    place = Path(str(store_tile_limits(cache, BOUND, ANSWER)))
-    assert read_tile_limits(cache, BOUND) == ANSWER and place.parent == cache()
-    assert read_tile_limits(cache, {**BOUND, "driver": "1.3"}) is None
-    whole = json.loads(place.read_text())
+    assert read_tile_limits(cache, ENVIRONMENT) is None
+    path = Path(str(store_tile_limits(cache, ENVIRONMENT, LIMITS)))
+    assert read_tile_limits(cache, ENVIRONMENT) == LIMITS and path.parent == cache()
+    assert read_tile_limits(cache, {**ENVIRONMENT, "driver": "1.3"}) is None
+    stored = json.loads(path.read_text())
     widest = [{"int8": 128}, {"int9": 16}, [16], {"int8": [16]}, None]
-    bad = [whole | {"for": {**BOUND, "gpu": "other"}}, [], {"for": BOUND}]
-    bad += [{**whole, "widest": each} for each in widest]
-    texts = [*map(json.dumps, bad), place.read_text()[:-3], "", "[" * 10**5]
+    bad = [stored | {"for": {**ENVIRONMENT, "gpu": "other"}}, [], {"for": ENVIRONMENT}]
+    bad += [{**stored, "widest": value} for value in widest]
+    texts = [*map(json.dumps, bad), path.read_text()[:-3], "", "[" * 10**5]
     for text in (*map(str.encode, texts), b"\xff"):
-        place.write_bytes(text)
-        assert read_tile_limits(cache, BOUND) is None, text[:80]
-    place.write_text(json.dumps(whole))
-    place.chmod(0o666)
-    assert read_tile_limits(cache, BOUND) is None, "others may have written it"
-    place.chmod(0o600)
-    place.parent.chmod(0o777)
-    assert read_tile_limits(cache, BOUND) is None, "others may have put it there"
-    place.parent.chmod(0o700)
-    assert read_tile_limits(cache, BOUND) == ANSWER
-    place.unlink()
-    os.mkfifo(place, 0o600)
-    assert read_tile_limits(cache, BOUND) is None, "and is not waited for"
-    place.unlink()
-    place.write_text("")
-    assert store_tile_limits(lambda: place / "below", BOUND, ANSWER) is None
+        path.write_bytes(text)
+        assert read_tile_limits(cache, ENVIRONMENT) is None, text[:80]
+    path.write_text(json.dumps(stored))
+    path.chmod(0o666)
+    assert read_tile_limits(cache, ENVIRONMENT) is None, "others may have written it"
+    path.chmod(0o600)
+    path.parent.chmod(0o777)
+    assert read_tile_limits(cache, ENVIRONMENT) is None, "others may have put it there"
+    path.parent.chmod(0o700)
+    assert read_tile_limits(cache, ENVIRONMENT) == LIMITS
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    assert read_tile_limits(cache, ENVIRONMENT) is None, "and is not waited for"
+    path.unlink()
+    path.write_text("")
+    assert store_tile_limits(lambda: path / "below", ENVIRONMENT, LIMITS) is None
 
 
-def test_what_a_device_starts_with(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_device_starts_with_stored_or_tested_limits(tmp_path: Path, monkeypatch: Patch) -> None:
     bound = {"capability": "9.0", "gpu": "x"}
     monkeypatch.setattr(token_tiles, "kernel_environment", lambda device: bound)
     assert find_tile_limits("cuda", lambda: tmp_path) == (
         {"bfloat16": 64},
         "shown on its architecture",
     )
-    store_tile_limits(lambda: tmp_path, bound, ANSWER)
-    assert find_tile_limits("cuda", lambda: tmp_path) == (ANSWER, "as this GPU answered spd doctor")
+    store_tile_limits(lambda: tmp_path, bound, LIMITS)
+    assert find_tile_limits("cuda", lambda: tmp_path) == (LIMITS, "as this GPU answered spd doctor")
     bound["capability"] = "8.9"
     assert find_tile_limits("cuda", lambda: tmp_path) == ({}, "spd doctor has not asked this GPU")
-    assert find_tile_limits("cpu", lambda: tmp_path)[0] == {} and set(ANSWER) == set(WEIGHT_DTYPES)
+    assert find_tile_limits("cpu", lambda: tmp_path)[0] == {} and set(LIMITS) == set(WEIGHT_DTYPES)
 
 
 @INTERPRETER_MARKS[0]
 def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> None:
-    """One text with narrow tiles and with wide ones, which the interpreter stands in for a GPU to have."""
+    """The text is the same with narrow tiles and with wide ones, in the interpreter."""
     limit_programs(monkeypatch)
     params = [SamplingParams(max_tokens=2, seed=3)]
     runs = []
@@ -152,15 +152,15 @@ def test_an_engine_has_the_tiles_of_its_plan(tiny: Tiny, monkeypatch: Patch) -> 
     assert runs[0] == runs[1]
 
 
-def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patch) -> None:
-    held = [(9, 0), (9, 0), (7, 5), (8, 0)]
-    capability = lambda device=None: held[device.index if device else 0]  # noqa: E731
-    cuda = {"device_count": lambda: len(held), "device": lambda device: nullcontext()}
+def test_the_doctor_checks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patch) -> None:
+    capabilities = [(9, 0), (9, 0), (7, 5), (8, 0)]
+    capability = lambda device=None: capabilities[device.index if device else 0]  # noqa: E731
+    cuda = {"device_count": lambda: len(capabilities), "device": lambda device: nullcontext()}
     cuda |= {"get_device_capability": capability, "is_available": lambda: True}
     for name, stand_in in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(
-        tile_checks, "kernel_environment", lambda device: {"gpu": str(held[device.index])}
+        tile_checks, "kernel_environment", lambda device: {"gpu": str(capabilities[device.index])}
     )
     monkeypatch.setattr(
         tile_checks, "widest_exact_tiles", lambda load, device: dict.fromkeys(WEIGHT_DTYPES, 32)
@@ -173,6 +173,6 @@ def test_the_doctor_asks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Patc
         assert (
             finding.status == status and "bfloat16 32 int8 32; bfloat16 32 int8 32" in finding.line
         )
-        kept = [each["file"] for each in finding.facts["asked"]]
-        assert len(kept) == 2 and all(bool(file) == (status == "ok") for file in kept)
+        files = [answer["file"] for answer in finding.facts["asked"]]
+        assert len(files) == 2 and all(bool(file) == (status == "ok") for file in files)
     assert len(list((tmp_path / "spd").iterdir())) == 2

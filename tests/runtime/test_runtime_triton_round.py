@@ -1,4 +1,4 @@
-"""Whole texts by Triton's kernels, in its interpreter, against torch's: tokens, drafts and acceptance."""
+"""Texts by Triton's kernels, in its interpreter, against torch's: tokens, drafts and acceptance."""
 
 import importlib
 from collections.abc import Callable
@@ -43,10 +43,10 @@ SHAPE: dict[str, Any] = {
     "intermediate": 48,
 }
 SHAPE |= {"vocab": 97, "tokenizer": False, "seed": 5}
-damped = helpers.DampedLayers(full_layers=1, damped_gain=0.15)
+damped_gain = helpers.DampedLayers(full_layers=1, damped_gain=0.15)
 # Tests of this file and kernels, in this process.
-RAN = set[str]()
-LAUNCHED = set[tuple[str, str]]()
+TESTS_RUN = set[str]()
+KERNELS_LAUNCHED = set[tuple[str, str]]()
 PROMPT = random_prompts(1, 14, 97, seed=2)
 SLOW = pytest.mark.slow
 LONG = [pytest.param(method, 16, marks=SLOW) for method in ("off", "ngram", "draft", "draft+ngram")]
@@ -56,41 +56,44 @@ MAMBA: dict[str, Any] = {
     name: SHAPE[name] for name in ("vocab", "tokenizer", "seed", "intermediate")
 }
 MAMBA["config"] = {"shared_intermediate_size": 48, "layer_types": ["mamba", "attention"]}
-NORMED = {"fc_norm": True, "norm_output": True, "own_embedding": True}
-EAGLES: dict[str, dict[str, Any]] = {
+NORMED_HEAD = {"fc_norm": True, "norm_output": True, "own_embedding": True}
+EAGLE3_HEADS: dict[str, dict[str, Any]] = {
     "few": {"aux": (0, 1), "layout": "speculators", "draft_vocab": 40, "kind": "random"},
     "some": {"aux": (1, 3), "draft_vocab": 80},
-    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None, **NORMED},
+    "all": {"aux": (0, 2), "layout": "speculators", "draft_vocab": None, **NORMED_HEAD},
 }
 
 
 @pytest.fixture(scope="module")
 def target(tiny: Tiny) -> Path:
-    return tiny("qwen3", layers=2, residual_gain=damped, **SHAPE)
+    return tiny("qwen3", layers=2, residual_gain=damped_gain, **SHAPE)
 
 
 @pytest.fixture(scope="module")
 def methods(tiny: Tiny) -> Methods:
-    draft = {"draft_model": tiny("qwen3", layers=1, residual_gain=damped, **SHAPE), "draft_max": 3}
-    more: Methods = {
+    draft = {
+        "draft_model": tiny("qwen3", layers=1, residual_gain=damped_gain, **SHAPE),
+        "draft_max": 3,
+    }
+    spec_options: Methods = {
         "off": {},
         "ngram": {"ngram_min": 1, "draft_max": 3},
         "draft": draft,
         "draft+ngram": {**draft, "ngram_min": 1},
     }
-    return {spec: {"spec": spec, **options} for spec, options in more.items()}
+    return {spec: {"spec": spec, **options} for spec, options in spec_options.items()}
 
 
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
-    """Count what runs; with small chunks and a GPU of one processor, for the interpreter's sake."""
+    """Record tests and kernels that run; use small chunks and a GPU of one processor, for speed."""
     from triton.runtime.interpreter import InterpretedFunction
 
-    RAN.add(request.node.name)
+    TESTS_RUN.add(request.node.name)
     launch = InterpretedFunction.run
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        LAUNCHED.add((self.fn.__module__, self.fn.__name__))
+        KERNELS_LAUNCHED.add((self.fn.__module__, self.fn.__name__))
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
@@ -101,16 +104,16 @@ def _counted(monkeypatch: Patch, request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def no_host_reads(monkeypatch: Patch) -> HostWatch:
-    """Every round of Triton's form fails at what would make the host wait."""
+    """Let every round of Triton's kernels fail where the host would wait."""
     watch = HostWatch("triton")
     watch.install(monkeypatch)
     return watch
 
 
-def both(
+def run_both(
     target: Path, prompts: list[helpers.Prompt], params: list[SamplingParams], **options: Any
 ) -> Any:
-    """The runs of both forms, torch's first: float32, logits well apart, so that even drafts are the same."""
+    """Return the runs by torch's and by Triton's kernels, whose outputs and drafts are equal."""
     options = {"ctx": 128, "device": "cpu", **options}
     engines = (helpers.make_engine(target, kernels=form, **options) for form in ("torch", "triton"))
     first, second = (helpers.run_all(engine, prompts, params) for engine in engines)
@@ -128,11 +131,11 @@ def greedy_and_drawn(count: int) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize(("method", "count"), [("draft", 4), *LONG])
-def test_every_method(
+def test_every_method_gives_the_same_text_by_both_forms(
     target: Path, methods: Methods, no_host_reads: Any, method: str, count: int
 ) -> None:
-    """Greedy and sampled side by side, which the interpreter runs almost as fast as one of them."""
-    first, _ = both(target, PROMPT * 2, greedy_and_drawn(count), slots=2, **methods[method])
+    """Greedy and sampled requests run together, almost as fast as one of them."""
+    first, _ = run_both(target, PROMPT * 2, greedy_and_drawn(count), slots=2, **methods[method])
     assert all(len(run.tokens) == count for run in first) and first[0].tokens != first[1].tokens
     assert no_host_reads.rounds > 1
     assert method != "draft" or 0 < count_accepted(first) < count_drafted(first)
@@ -145,20 +148,20 @@ def test_every_method(
         ("draft+ngram", "block", 4),
         pytest.param("draft", "block", 5, marks=SLOW),
         *(
-            pytest.param(*each, 16, marks=SLOW)
-            for each in (("ngram", "block"), ("draft", "rejection"))
+            pytest.param(*case, 16, marks=SLOW)
+            for case in (("ngram", "block"), ("draft", "rejection"))
         ),
     ],
 )
-def test_rules_that_test_a_draft(
+def test_rules_that_test_a_draft_are_the_same_by_both_forms(
     target: Path, methods: Methods, method: str, rule: str, count: int
 ) -> None:
     params = [SamplingParams(max_tokens=count, temperature=0.9, seed=4, presence_penalty=0.2)]
-    assert count_drafted(both(target, PROMPT, params, verify=rule, **methods[method])[0])
+    assert count_drafted(run_both(target, PROMPT, params, verify=rule, **methods[method])[0])
 
 
-def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
-    """Two slots: truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
+def test_every_step_of_sampling_is_the_same_by_both_forms(target: Path, methods: Methods) -> None:
+    """Two slots with truncation, penalties, a bias, a minimum length, stops and log-probabilities."""
     stops = {"min_tokens": 3, "stop_token_ids": (5, 7, 11), "logit_bias": ((5, 3.0), (6, -50.0))}
     params = [
         SamplingParams(
@@ -167,21 +170,21 @@ def test_every_step_of_sampling(target: Path, methods: Methods) -> None:
         SamplingParams(max_tokens=4, repetition_penalty=1.3, logprobs=2, **stops),  # type: ignore[arg-type]
     ]
     prompts = [PROMPT[0], random_prompts(1, 5, 97)[0]]
-    first, second = both(target, prompts, params, slots=2, lag=1, **methods["draft"])
+    first, second = run_both(target, prompts, params, slots=2, lag=1, **methods["draft"])
     assert len(second[1].logprobs) == len(second[1].tokens) >= 3
     assert second[1].logprobs == pytest.approx(first[1].logprobs, abs=1e-4)
 
 
-def dense(folder: Path, family: str, **options: Any) -> Made:
-    target = write_dense(folder, family, **{"layers": 2, "residual_gain": damped, **options})
+def make_dense(folder: Path, family: str, **options: Any) -> Made:
+    target = write_dense(folder, family, **{"layers": 2, "residual_gain": damped_gain, **options})
     return target, {"spec": "draft", "draft_model": target}
 
 
-def mtp(folder: Path, **options: Any) -> Made:
+def make_mtp(folder: Path, **options: Any) -> Made:
     return write_tiny_mtp(folder, kind="copy", layers=2, **options), {"spec": "mtp"}
 
 
-def hybrid(folder: Path) -> Made:
+def make_hybrid(folder: Path) -> Made:
     sizes: dict[str, Any] = {
         "num_hidden_layers": 2,
         "full_attention_interval": 2,
@@ -190,63 +193,67 @@ def hybrid(folder: Path) -> Made:
         "linear_num_value_heads": 2,
         "linear_value_head_dim": 16,
     }
-    return write_tiny_hybrid(folder, mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
+    return write_tiny_hybrid(folder, make_mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
 
 
-def assisted(folder: Path) -> Made:
+def make_assisted(folder: Path) -> Made:
     target = write_dense(folder / "target", "gemma4", vocab=100, tokenizer=False)
     assistant = write_assistant(folder / "assistant", target, clusters=4, selected=3)
     return target, {"spec": "assistant", "draft_model": assistant}
 
 
-def in_int8(folder: Path) -> Made:
+def make_int8(folder: Path) -> Made:
     target = write_tiny(
-        folder, architecture="Qwen3ForCausalLM", layers=2, residual_gain=damped, **SHAPE
+        folder, architecture="Qwen3ForCausalLM", layers=2, residual_gain=damped_gain, **SHAPE
     )
     return target, {"spec": "draft", "draft_model": target, "quantize": "int8"}
 
 
-def in_blocks(folder: Path) -> Made:
-    target, options = mtp(folder / "plain", **LATENT)
+def make_fp8_blocks(folder: Path) -> Made:
+    target, options = make_mtp(folder / "plain", **LATENT)
     return write_twin(target, folder / "twin", ue8m0=True), options
 
 
 NEWER = ("gpt_oss", "gemma4_moe", "mimo_v2", "step3", "nemotron_h_moe", "nemotron_h_latent")
 FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     # What makes it, and how long prompt and text are; the former are longer than a chunk, and than a window.
-    "windows and caps": (lambda folder: dense(folder, "gemma2", **SHAPE), 34, 3),
-    "two modules": (lambda folder: mtp(folder, family="mimo", modules=2, **SHAPE), 18, 4),
-    "latents, experts and a head": (lambda folder: mtp(folder, **LATENT), 18, 4),
-    "recurrent layers and a head": (hybrid, 18, 6),
-    "Mamba layers": (lambda folder: dense(folder, "granite_hybrid", **MAMBA), 18, 3),
+    "windows and caps": (lambda folder: make_dense(folder, "gemma2", **SHAPE), 34, 3),
+    "two modules": (lambda folder: make_mtp(folder, family="mimo", modules=2, **SHAPE), 18, 4),
+    "latents, experts and a head": (lambda folder: make_mtp(folder, **LATENT), 18, 4),
+    "recurrent layers and a head": (make_hybrid, 18, 6),
+    "Mamba layers": (lambda folder: make_dense(folder, "granite_hybrid", **MAMBA), 18, 3),
     "short convolutions": (
-        lambda folder: dense(
+        lambda folder: make_dense(
             folder, "lfm2", **SHAPE | {"layers": 3, "config": {"block_ff_dim": 72}}
         ),
         18,
         3,
     ),
-    "int8": (in_int8, 18, 4),
-    "FP8 in blocks": (in_blocks, 18, 4),
-    "an assistant": (assisted, 34, 4),
+    "int8": (make_int8, 18, 4),
+    "FP8 in blocks": (make_fp8_blocks, 18, 4),
+    "an assistant": (make_assisted, 34, 4),
     **{
-        name: (partial(dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3)
+        name: (partial(make_dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3)
         for name in NEWER
     },
 }
-RARE = ("FP8 in blocks", "an assistant", *NEWER[1:])
+SLOW_FAMILIES = ("FP8 in blocks", "an assistant", *NEWER[1:])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW if n in RARE else ()) for n in FAMILIES]
+    "name", [pytest.param(n, marks=SLOW if n in SLOW_FAMILIES else ()) for n in FAMILIES]
 )
-def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
-    """A chunk of a prompt and its tail, then rounds with drafts, of which a prompt of repeats has some."""
+def test_every_kind_of_layer_and_weight_is_the_same_by_both_forms(
+    tmp_path: Path, name: str
+) -> None:
+    """A chunk of a prompt and its remainder, then rounds with drafts, which a repeated prompt
+    gives.
+    """
     make, length, count = FAMILIES[name]
     target, options = make(tmp_path / "model")
     prompt = [(random_prompts(1, length, 97, seed=length)[0] * 2)[3 : length + 3]]
     params = [SamplingParams(max_tokens=count, temperature=0.8, seed=3, ignore_eos=True)]
-    first, _ = both(target, prompt, params, draft_max=2, **options)
+    first, _ = run_both(target, prompt, params, draft_max=2, **options)
     assert count_drafted(first) and (
         options["spec"] != "draft" or count_accepted(first) == count_drafted(first)
     )
@@ -260,60 +267,70 @@ def test_every_kind_of_layer_and_weight(tmp_path: Path, name: str) -> None:
         pytest.param("all", 2, 16, marks=SLOW),
     ],
 )
-def test_an_eagle3_head(
+def test_an_eagle3_head_drafts_the_same_by_both_forms(
     tmp_path: Path, no_host_reads: HostWatch, monkeypatch: Patch, ids: str, layers: int, count: int
 ) -> None:
-    """Greedy and drawn side by side, by a head that draws itself: of some of the ids, or of all."""
+    """Greedy and sampled requests together, by a head with a fused draw over some ids, or without."""
     from spd.kernels.linear import skinny_linear_triton
 
-    honest = skinny_linear_triton._head
+    head_kernel = skinny_linear_triton._head
     drawn = list[bool]()
 
-    def watched(*operands: Any) -> Any:
+    def record_draw(*operands: Any) -> Any:
         drawn.append(operands[4][-2] is not None)
-        return honest(*operands)
+        return head_kernel(*operands)
 
-    monkeypatch.setattr(skinny_linear_triton, "_head", watched)
-    head_options = {"kind": "copy", **EAGLES[ids], "target_options": {"layers": layers, **SHAPE}}
+    monkeypatch.setattr(skinny_linear_triton, "_head", record_draw)
+    head_options = {
+        "kind": "copy",
+        **EAGLE3_HEADS[ids],
+        "target_options": {"layers": layers, **SHAPE},
+    }
     head = write_tiny_pair(tmp_path / "target", tmp_path / "head", **head_options)
     options = {"spec": "eagle3", "draft_model": head, "draft_max": 2, "slots": 2}
-    first, _ = both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **options)
+    first, _ = run_both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **options)
     assert any(drawn) == (ids != "all") and no_host_reads.rounds > 1
     assert count_accepted(first) < count_drafted(first) and (count_accepted(first) or ids == "few")
 
 
-def test_a_lookup_in_parts(target: Path, methods: Methods, monkeypatch: Patch) -> None:
-    """As in a context of more than 5120 positions: several programs walk a row, and one picks."""
+def test_a_lookup_by_several_programs_drafts_the_same(
+    target: Path, methods: Methods, monkeypatch: Patch
+) -> None:
+    """As in a context of more than 5120 positions, several programs search a row, and one chooses."""
     from spd.kernels.round import ngram_lookup_triton
 
     monkeypatch.setattr(ngram_lookup_triton, "ONE_PROGRAM", 0)
     monkeypatch.setattr(ngram_lookup_triton, "BLOCK", 4)
     assert count_drafted(
-        both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0]
+        run_both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0]
     )
 
 
-def kernels_of_triton() -> set[tuple[str, str]]:
+def list_triton_kernels() -> set[tuple[str, str]]:
     from triton.runtime.interpreter import InterpretedFunction
 
-    found = set()
-    room = Path(kernels.__file__).parent
-    for path in room.rglob("*_triton.py"):
-        stem = ".".join(path.relative_to(room).with_suffix("").parts)
+    kernel_names = set()
+    folder = Path(kernels.__file__).parent
+    for path in folder.rglob("*_triton.py"):
+        stem = ".".join(path.relative_to(folder).with_suffix("").parts)
         module = importlib.import_module(f"spd.kernels.{stem}")
-        made = {
-            name: it for name, it in vars(module).items() if isinstance(it, InterpretedFunction)
+        functions = {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, InterpretedFunction)
         }
-        named = (name for name, it in made.items() if it.fn.__module__ == module.__name__)
-        found |= {(module.__name__, name) for name in named if name.endswith("_kernel")}
-    return found
+        own_names = (
+            name for name, value in functions.items() if value.fn.__module__ == module.__name__
+        )
+        kernel_names |= {(module.__name__, name) for name in own_names if name.endswith("_kernel")}
+    return kernel_names
 
 
 def test_every_kernel_has_run(request: pytest.FixtureRequest) -> None:
-    """In the tests above, in this process (--dist loadfile); skipped where a part of them was asked for."""
-    asked = [item for item in request.session.items if item.path == request.node.path]
+    """All kernels ran in the tests above; skipped where only some of these tests were selected."""
+    items = [item for item in request.session.items if item.path == request.node.path]
     names = {name for name in vars(request.module) if name.startswith("test_")}
-    if names - {getattr(item, "originalname", "") for item in asked}:
+    if names - {getattr(item, "originalname", "") for item in items}:
         pytest.skip("counts what all tests of this file run")
-    assert {item.name for item in asked} <= RAN
-    assert len(LAUNCHED) > 40 and kernels_of_triton() == LAUNCHED
+    assert {item.name for item in items} <= TESTS_RUN
+    assert len(KERNELS_LAUNCHED) > 40 and list_triton_kernels() == KERNELS_LAUNCHED

@@ -1,4 +1,4 @@
-"""The threaded reader against plain reads: dtypes, odd offsets, cut tensors, faults, reuse of buffers."""
+"""The threaded reader against plain reads: dtypes, odd offsets, chunks, faults, reuse of buffers."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ preadv = os.preadv
 
 
 def write_shard(path: Path, tensors: Tensors) -> None:
-    """A safetensors file in the order given, nothing aligned: the header's length is odd."""
+    """Write a safetensors file in the order of `tensors`, unaligned: the header's length is odd."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -71,7 +71,7 @@ def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
 def destinations(
     checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Tensors:
-    """Poisoned memory for everything but `unused`."""
+    """Return memory filled with NaN for all tensors but `unused`."""
     shapes = {name: meta.shape for name, meta in checkpoint.tensors.items() if name != "unused"}
     return {
         name: torch.full(shape, torch.nan, dtype=dtype, device=device)
@@ -104,8 +104,8 @@ def test_parts_land_in_the_rows_of_a_fused_matrix(tmp_path: Path, device: str) -
         read_tensors(
             checkpoint, {"q": fused[:64], "k": fused[64:69], "v": fused[69:]}, chunk_bytes=1024
         )
-    wanted = torch.cat((parts["q"], parts["k"], parts["v"])).to(torch.bfloat16)
-    assert torch.equal(fused.cpu(), wanted)
+    expected = torch.cat((parts["q"], parts["k"], parts["v"])).to(torch.bfloat16)
+    assert torch.equal(fused.cpu(), expected)
 
 
 @pytest.mark.parametrize("chunk_bytes", [8, 72, 333, 2**16])
@@ -129,10 +129,10 @@ def test_chunks_cover_every_element_once_in_order(mixed: Checkpoint, chunk_bytes
 
 
 class LateBuffer(Buffer):
-    """Copies nothing before it must: a buffer read into too early would be seen in the result."""
+    """A buffer that copies as late as allowed: reading into it too early would change the result."""
 
     due: Chunk | None = None
-    used = False
+    was_used = False
 
     def wait(self) -> None:
         if self.due is not None:
@@ -142,7 +142,7 @@ class LateBuffer(Buffer):
     def copy(self, chunk: Chunk) -> None:
         assert self.due is None
         self.due = chunk
-        self.used = True
+        self.was_used = True
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -156,7 +156,7 @@ def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: in
 
     read_tensors(mixed, views, threads=threads, chunk_bytes=128, buffer=make)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
-    assert [buffer.used for buffer in buffers] == [True] * (threads * BUFFERS)
+    assert [buffer.was_used for buffer in buffers] == [True] * (threads * BUFFERS)
 
 
 def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> None:
@@ -169,18 +169,18 @@ def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> Non
 
 
 @pytest.mark.parametrize(("threads", "failing"), [(1, 1), (1, 5), (3, 1)])
-def test_an_error_of_the_disk(
+def test_an_error_of_the_disk_names_the_file(
     mixed: Checkpoint, monkeypatch: Patch, threads: int, failing: int
 ) -> None:
-    """It names the file and stops every thread."""
+    """The error names the file, and all threads stop."""
     calls = []
 
-    def read(*given: Any) -> int:
-        calls.append(given)
+    def read(*arguments: Any) -> int:
+        calls.append(arguments)
         if len(calls) == failing:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         time.sleep(0.02)
-        return preadv(*given)
+        return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors: Input/output error"):
@@ -190,15 +190,15 @@ def test_an_error_of_the_disk(
 
 
 @pytest.mark.parametrize("how", ["truncate", "replace", "touch"])
-def test_a_file_that_changes_while_it_is_read(
-    mixed: Checkpoint, monkeypatch: Patch, how: str
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    mixed: Checkpoint, monkeypatch: Patch, arguments: str
 ) -> None:
     shard = mixed.shards[0]
 
     def disturb() -> None:
-        if how == "truncate":
+        if arguments == "truncate":
             os.truncate(shard, os.stat(shard).st_size - 500)
-        elif how == "replace":
+        elif arguments == "replace":
             write_shard(shard.with_name("new"), MIXED)
             os.replace(shard.with_name("new"), shard)
         else:
@@ -206,13 +206,13 @@ def test_a_file_that_changes_while_it_is_read(
 
     first = iter([disturb])
     monkeypatch.setattr(os, "preadv", lambda *given: next(first, lambda: None)() or preadv(*given))
-    words = "was truncated while it was read" if how == "truncate" else "changed while in use"
+    words = "was truncated while it was read" if arguments == "truncate" else "changed while in use"
     with pytest.raises(CheckpointError, match=words) as caught:
         read_tensors(mixed, destinations(mixed), threads=2, chunk_bytes=256)
     assert str(shard) in caught.value.message and not reading_threads()
 
 
-def test_a_file_that_changed_since_its_header_was_read(
+def test_a_file_that_changed_since_its_header_was_read_is_refused(
     mixed: Checkpoint, monkeypatch: Patch
 ) -> None:
     os.utime(mixed.shards[1], (1, 1))
@@ -225,15 +225,15 @@ def test_a_file_that_changed_since_its_header_was_read(
 def test_no_thread_outlives_an_interrupt_or_a_buffer_without_memory(
     mixed: Checkpoint, at: str
 ) -> None:
-    how: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         at: Mock(side_effect=KeyboardInterrupt if at == "advance" else MemoryError)
     }
     with pytest.raises((KeyboardInterrupt, MemoryError)):
-        read_tensors(mixed, destinations(mixed), threads=3, chunk_bytes=64, **how)
+        read_tensors(mixed, destinations(mixed), threads=3, chunk_bytes=64, **arguments)
     assert not reading_threads()
 
 
-def test_what_cannot_be_read_into_what(mixed: Checkpoint) -> None:
+def test_wrong_destinations_are_refused(mixed: Checkpoint) -> None:
     with pytest.raises(CheckpointError, match="missing"):
         read_tensors(mixed, {"missing": torch.empty(1)})
     for wrong in (torch.empty(4), torch.empty(7, 5).t()):

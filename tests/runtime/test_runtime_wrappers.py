@@ -1,4 +1,4 @@
-"""Folders of models that see images too, saved by `transformers` as they are: their text is golden."""
+"""Folders of models that read images too, as `transformers` saves them: the text equals its own."""
 
 import json
 from pathlib import Path
@@ -35,16 +35,22 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-GROWING = {
+QUERY_GROWTH = {
     "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.2}
 }
-SEES = {
+VISION_SIZES = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-VISION = {**SEES, "head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
+VISION = {
+    **VISION_SIZES,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+    "model_type": "pixtral",
+}
 GEMMA4 = {
     **SMALL,
     "num_hidden_layers": 4,
@@ -58,7 +64,7 @@ GEMMA4 = {
 }
 UNIFIED = {**GEMMA4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 UNIFIED["model_type"] = "gemma4_unified_text"
-GEMMA4_VISION = {**SEES, "num_key_value_heads": 2, "head_dim": 8}
+GEMMA4_VISION = {**VISION_SIZES, "num_key_value_heads": 2, "head_dim": 8}
 QWEN_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -68,14 +74,14 @@ QWEN_VISION = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }
-INTERN_VISION = {**SEES, "image_size": [28, 28]}
-BY_AXES = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
-}
+INTERN_VISION = {**VISION_SIZES, "image_size": [28, 28]}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}
 
 
-def seeing(vision: dict[str, Any], more: dict[str, Any], **text: Any) -> dict[str, Any]:
-    return {"text_config": {**SMALL, **text}, "vision_config": vision, **more}
+def make_wrapper_config(
+    vision: dict[str, Any], other_keys: dict[str, Any], **text: Any
+) -> dict[str, Any]:
+    return {"text_config": {**SMALL, **text}, "vision_config": vision, **other_keys}
 
 
 STEP3 = {
@@ -99,48 +105,57 @@ GLIMMER: dict[str, Any] = {
     "output_multiplier": 1.7,
     "post_norm_eps": 1e-3,
 }
-GLIMMERS = (
-    {**SEES, "model_type": "muse_glimmer_vision"},
+GLIMMER_VISION = (
+    {**VISION_SIZES, "model_type": "muse_glimmer_vision"},
     {"out_hidden_size": 64, "projector_hidden_size": 16},
 )
-SIGLIP = {**SEES, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
+SIGLIP = {**VISION_SIZES, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
 TIED = {"tie_word_embeddings": True}
-DEAF = {"audio_config": None, "tie_word_embeddings": True}
-OF_GEMMA3 = {"model_type": "gemma3_text", "sliding_window": 24}
+WITHOUT_AUDIO = {"audio_config": None, "tie_word_embeddings": True}
+GEMMA3_TEXT = {"model_type": "gemma3_text", "sliding_window": 24}
 CASES: list[tuple[str, dict[str, Any]]] = [
     (
         "Qwen3VLForConditionalGeneration",
-        seeing(QWEN_VISION, {}, model_type="qwen3_vl_text", **BY_AXES),
+        make_wrapper_config(QWEN_VISION, {}, model_type="qwen3_vl_text", **MROPE),
     ),
     (
         "Qwen2_5_VLForConditionalGeneration",
-        seeing(QWEN_VISION, {}, model_type="qwen2_5_vl_text", **BY_AXES),
+        make_wrapper_config(QWEN_VISION, {}, model_type="qwen2_5_vl_text", **MROPE),
     ),
-    ("InternVLForConditionalGeneration", seeing(INTERN_VISION, {}, model_type="qwen2")),
-    ("InternVLForConditionalGeneration", seeing(INTERN_VISION, {}, model_type="qwen3")),
-    ("Mistral3ForConditionalGeneration", seeing(VISION, {}, model_type="mistral")),
-    ("Mistral3ForConditionalGeneration", seeing(VISION, {}, model_type="ministral3", **GROWING)),
+    (
+        "InternVLForConditionalGeneration",
+        make_wrapper_config(INTERN_VISION, {}, model_type="qwen2"),
+    ),
+    (
+        "InternVLForConditionalGeneration",
+        make_wrapper_config(INTERN_VISION, {}, model_type="qwen3"),
+    ),
+    ("Mistral3ForConditionalGeneration", make_wrapper_config(VISION, {}, model_type="mistral")),
+    (
+        "Mistral3ForConditionalGeneration",
+        make_wrapper_config(VISION, {}, model_type="ministral3", **QUERY_GROWTH),
+    ),
     (
         "Step3p7ForConditionalGeneration",
-        seeing({**VISION, "model_type": "step3p5_vision"}, {}, **STEP3),
+        make_wrapper_config({**VISION, "model_type": "step3p5_vision"}, {}, **STEP3),
     ),
-    ("MuseGlimmerForConditionalGeneration", seeing(*GLIMMERS, **GLIMMER)),
+    ("MuseGlimmerForConditionalGeneration", make_wrapper_config(*GLIMMER_VISION, **GLIMMER)),
     (
         "Gemma3ForConditionalGeneration",
-        seeing(SIGLIP, {**TIED, "mm_tokens_per_image": 4}, **OF_GEMMA3),
+        make_wrapper_config(SIGLIP, {**TIED, "mm_tokens_per_image": 4}, **GEMMA3_TEXT),
     ),
     (
         "Gemma4ForConditionalGeneration",
-        seeing(GEMMA4_VISION, DEAF, **GEMMA4, model_type="gemma4_text"),
+        make_wrapper_config(GEMMA4_VISION, WITHOUT_AUDIO, **GEMMA4, model_type="gemma4_text"),
     ),
-    ("Gemma4UnifiedForConditionalGeneration", seeing({}, DEAF, **UNIFIED)),
+    ("Gemma4UnifiedForConditionalGeneration", make_wrapper_config({}, WITHOUT_AUDIO, **UNIFIED)),
     ("Gemma4UnifiedForCausalLM", UNIFIED),
 ]
 WRAPPED = {name: [config] for name, config in CASES}
 
 
-def shaken(model: Any) -> None:
-    """Weights that speak: greedy text does not repeat itself."""
+def randomize(model: Any) -> None:
+    """Set random weights by which greedy text does not repeat itself."""
     generator = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if weight.dim() < 2:
@@ -150,8 +165,8 @@ def shaken(model: Any) -> None:
             weight.copy_(std * torch.randn(weight.shape, generator=generator))
 
 
-def test_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
-    """The text's keys stand beside the others; the file of version 5 says the same."""
+def test_both_published_forms_of_qwen2_5_vl_are_read(tmp_path: Path) -> None:
+    """The text's keys are among the others; the file of version 5 has the same values."""
     outer = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
     text = {
         **SMALL,
@@ -161,26 +176,30 @@ def test_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:
         "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
     }
     configs: list[dict[str, Any]] = [{**outer, **text}, {**outer, "text_config": text}]
-    found = []
+    configs_read = []
     for number, config in enumerate(configs):
         folder = tmp_path / str(number)
         folder.mkdir()
         write_json(
             folder / "config.json", {**config, "vision_config": {"depth": 1}, "image_token_id": 300}
         )
-        found.append(read_model_config(folder))
-    assert found[0] == found[1] and found[0].architecture == "Qwen2ForCausalLM"
-    assert found[0].rope.theta == 1e6
+        configs_read.append(read_model_config(folder))
+    assert configs_read[0] == configs_read[1] and configs_read[0].architecture == "Qwen2ForCausalLM"
+    assert configs_read[0].rope.theta == 1e6
 
 
 @pytest.mark.parametrize(("name", "config"), CASES)
-def test_text_of_a_saved_wrapper(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+def test_text_of_a_saved_wrapper_equals_transformers(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
     transformers = pytest.importorskip("transformers")
-    made = getattr(transformers, name)
-    facts = made.config_class(**{"tie_word_embeddings": False, **config}, architectures=[name])
+    model_class = getattr(transformers, name)
+    model_config = model_class.config_class(
+        **{"tie_word_embeddings": False, **config}, architectures=[name]
+    )
     with torch.inference_mode():
-        reference = made(facts).eval()
-        shaken(reference)
+        reference = model_class(model_config).eval()
+        randomize(reference)
         reference.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, 320, 512)
     assert_matches_transformers(
