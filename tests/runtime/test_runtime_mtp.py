@@ -141,8 +141,8 @@ def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     store = HeadProposer._store
     scales = engine.round_queue.runner.model.final_norm
 
-    def store_unnormed(self: HeadProposer, n: int, states: Tensor, *rest: Any) -> None:
-        store(self, n, states / (1 if n else scales), *rest)
+    def store_unnormed(self: HeadProposer, stream: int, states: Tensor, *operands: Any) -> Tensor:
+        return store(self, stream, states / (1 if stream else scales), *operands)
 
     monkeypatch.setattr(HeadProposer, "_store", store_unnormed)
 

@@ -189,16 +189,16 @@ def test_an_error_of_the_disk_names_the_file(
     assert not reading_threads() and len(calls) < len(chunks) / 2
 
 
-@pytest.mark.parametrize("how", ["truncate", "replace", "touch"])
+@pytest.mark.parametrize("disturbance", ["truncate", "replace", "touch"])
 def test_a_file_that_changes_while_it_is_read_is_refused(
-    mixed: Checkpoint, monkeypatch: Patch, arguments: str
+    mixed: Checkpoint, monkeypatch: Patch, disturbance: str
 ) -> None:
     shard = mixed.shards[0]
 
     def disturb() -> None:
-        if arguments == "truncate":
+        if disturbance == "truncate":
             os.truncate(shard, os.stat(shard).st_size - 500)
-        elif arguments == "replace":
+        elif disturbance == "replace":
             write_shard(shard.with_name("new"), MIXED)
             os.replace(shard.with_name("new"), shard)
         else:
@@ -206,7 +206,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     first = iter([disturb])
     monkeypatch.setattr(os, "preadv", lambda *given: next(first, lambda: None)() or preadv(*given))
-    words = "was truncated while it was read" if arguments == "truncate" else "changed while in use"
+    words = (
+        "was truncated while it was read" if disturbance == "truncate" else "changed while in use"
+    )
     with pytest.raises(CheckpointError, match=words) as caught:
         read_tensors(mixed, destinations(mixed), threads=2, chunk_bytes=256)
     assert str(shard) in caught.value.message and not reading_threads()

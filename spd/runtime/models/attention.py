@@ -116,7 +116,7 @@ class Attention:
 
 def _reorder_rows(layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
     """Reorder the projection's rows for the kernels: gates last, rotated elements in halves."""
-    if layout.gate == "beside_queries":
+    if layout.gate == "after_queries":
         build.reorder(tensors, "qkv", _order_gates_last(layout))
     order = layout.rotary.order
     if order is not None:

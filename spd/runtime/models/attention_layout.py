@@ -74,10 +74,10 @@ class ValueLayout:
     """True if values are the keys before their norm, with no projection of their own."""
 
 
-OutputGate = Literal["beside_queries", "own_matrix", "per_head"]
+OutputGate = Literal["after_queries", "separate_matrix", "per_head"]
 """Gates whose sigmoid multiplies the attention's result.
 
-"beside_queries": gates follow each head's queries in one matrix. "own_matrix": they have a separate
+"after_queries": gates follow each head's queries in one matrix. "separate_matrix": they have a separate
 matrix. "per_head": one gate for each head, of a separate matrix.
 """
 
@@ -167,7 +167,7 @@ class GqaLayout:
         them.
         """
         query_rows = self.num_heads * self.head_dim
-        if self.gate == "beside_queries":
+        if self.gate == "after_queries":
             rows = {"q_proj": self.shard.rows(2 * query_rows)}
         else:
             rows = {"q_proj": self.shard.rows(query_rows)}
@@ -175,7 +175,7 @@ class GqaLayout:
             rows["k_proj"] = self.key_shard.rows(self.num_kv_heads * self.head_dim)
             if not self.values.is_key:
                 rows["v_proj"] = self.key_shard.rows(self.num_kv_heads * self.value_size)
-        if self.gate == "own_matrix":
+        if self.gate == "separate_matrix":
             rows["gate_proj"] = self.shard.rows(query_rows)
         if self.is_fused:
             return {"qkv_proj": Rows.concatenate(rows.values())}

@@ -241,7 +241,7 @@ qwen3_5 = _llama_variant(
     "Qwen3-Next, Qwen3.5, 3.6, 3.8: gated DeltaNet layers, and every few layers attention with gated output",
     head_norms=EACH_HEAD,
     norms={"are_centred": True},
-    gate="beside_queries",
+    gate="after_queries",
 )
 step3 = _llama_variant(
     "Step-3.5 and 3.7-Flash (text): gates of heads, more heads where layers slide, gates that layers cut",
@@ -403,7 +403,7 @@ def muse_glimmer(config: ModelConfig) -> ModelLayout:
                 "after": "post_feedforward_layernorm",
             }
         },
-        gate="own_matrix",
+        gate="separate_matrix",
         head_norms=HeadNorms("unscaled"),
         norms={"are_centred": True, "after": "post_attention_layernorm"},
     )
