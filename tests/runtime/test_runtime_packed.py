@@ -51,7 +51,9 @@ def test_every_value_is_unpacked(
         {f"a.b.{suffix}": tensor for suffix, tensor in stored.tensors.items()},
         tmp_path / "model.safetensors",
     )
-    quantization = read_quantization(Fields("config.json", {"quantization_config": LAYOUTS[way][0]}))
+    quantization = read_quantization(
+        Fields("config.json", {"quantization_config": LAYOUTS[way][0]})
+    )
     scheme = None if quantization is None else quantization.scheme_of("model.layers.0.mlp.up_proj")
     assert scheme is not None
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
@@ -266,7 +268,9 @@ def test_mtp_heads_in_codes_and_left_as_they_were(
     source = write_tiny_mtp(
         tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES
     )
-    twin, plain = write_twins(source, tmp_path, "w4-32", unquantized=(*packed_twin.UNQUANTIZED, *unquantized))
+    twin, plain = write_twins(
+        source, tmp_path, "w4-32", unquantized=(*packed_twin.UNQUANTIZED, *unquantized)
+    )
     names = load_file(twin / "model.safetensors")
     assert any("mtp_layers" in name and name.endswith("weight_packed") for name in names) == (
         not unquantized

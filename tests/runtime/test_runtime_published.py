@@ -100,7 +100,9 @@ def count_elements(entries: Iterable[Entry]) -> int:
 def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf: Shelf) -> None:
     folder, row = shelf(name)
     vision_names = (
-        [] if row.fused_projections else [entry[0] for entry in published_hybrids.vision_tensors(row)]
+        []
+        if row.fused_projections
+        else [entry[0] for entry in published_hybrids.vision_tensors(row)]
     )
     assert (
         check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
@@ -271,7 +273,7 @@ def test_tables_make_as_many_tensors_and_elements_as_there_are() -> None:
             mtp_tensors(row),
             published_hybrids.vision_tensors(row),
         )
-        assert tuple(len(list(part)) for part in parts) == COUNTED[name], name
+        assert tuple(len(list(part)) for part in parts) == TENSOR_COUNTS[name], name
     for name, (config, tensors, size) in COMPLETE_RELEASES.items():
         text_entries = (
             entry
