@@ -87,7 +87,15 @@ def speed_bars(rows: Sequence[Row], columns: int, glyphs: BarGlyphs) -> list[str
             speed = row["tokens_per_second"]
             ratio = row["speed_up"]
             text = f"{speed['median']:.1f}" + (f" {ratio['median']:.2f}×" if ratio else "")
-            bars.append(Bar(label_of(row), speed["median"], text, speed["low"], speed["high"]))
+            bars.append(
+                Bar(
+                    label=label_of(row),
+                    value=speed["median"],
+                    text=text,
+                    low=speed["low"],
+                    high=speed["high"],
+                )
+            )
         lines += ["", f"tok/s, {workload}", *bar_lines(bars, columns, glyphs)]
     return [*lines, ""]
 

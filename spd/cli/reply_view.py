@@ -235,7 +235,12 @@ class GenerateRun:
         with suppress(KeyError):  # it never began
             metrics = self.engine.metrics(request.id)
         fields = reply_fields(
-            self.reply, metrics, self.engine, request, self.inside_thinking, self.marks
+            reply=self.reply,
+            metrics=metrics,
+            engine=self.engine,
+            request=request,
+            inside=self.inside_thinking,
+            marks=self.marks,
         )
         if options.json:
             result = {"schema": "spd.generate/1", "model": options.model, **fields}

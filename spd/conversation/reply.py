@@ -147,7 +147,11 @@ class ReplyBuilder:
             name = piece.id  # Kimi's templates write the id in the place of the name
             if not name or name in [call.id for call in self.calls]:
                 name = secrets.token_hex(5)[1:]  # Mistral expects nine characters
-            self.parts.append(Part(piece.kind, len(self.parts), "", piece.name or "", name))
+            self.parts.append(
+                Part(
+                    kind=piece.kind, index=len(self.parts), text="", name=piece.name or "", id=name
+                )
+            )
         self.parts[-1].text += piece.text
         return self.parts[-1], piece.text, begins
 

@@ -80,6 +80,12 @@ class Settings:
         thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
         if grammar is not None and inside is not None:
             end = self.vocabulary.prompt_end(ids)
-            grammar, inside = grammar_after_thinking(grammar, self.vocabulary, prompt, end, inside)
+            grammar, inside = grammar_after_thinking(
+                grammar=grammar,
+                vocabulary=self.vocabulary,
+                prompt=prompt,
+                prompt_end=end,
+                inside=inside,
+            )
         request = Request(request_id, tuple(ids), params, grammar=grammar, thinking=thinking)
         return PreparedRequest(request, inside)

@@ -20,7 +20,9 @@ _SOFTMAX_ROUTER = RouterConfig(0, sigmoid=False, has_correction=False, normalise
 _SIGMOID_ROUTER = RouterConfig(
     0, sigmoid=True, has_correction=True, normalised=True, experts_per_group_score=2
 )
-SOFTMAX_EXPERTS = ExpertsConfig(0, 0, 0, (), _SOFTMAX_ROUTER)
+SOFTMAX_EXPERTS = ExpertsConfig(
+    num_experts=0, intermediate_size=0, shared_size=0, sparse_layers=(), router=_SOFTMAX_ROUTER
+)
 """Constants that no key of a family has.
 
 The softmax of the chosen logits alone equals the softmax of all divided by its sum, so that Mixtral

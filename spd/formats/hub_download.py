@@ -106,7 +106,14 @@ def look_up_model(
         missing = sum(
             int(file.size or 0) for file in selected if not (snapshot / file.rfilename).is_file()
         )
-        return RemoteModel(name, revision, commit, tuple(selected), missing, chosen)
+        return RemoteModel(
+            name=name,
+            revision=revision,
+            commit=commit,
+            files=tuple(selected),
+            missing_bytes=missing,
+            gguf=chosen,
+        )
 
 
 def _choose_gguf(

@@ -246,7 +246,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     if family.experts and (family.experts_key is None or fields.get(family.experts_key)):
         experts = read_experts(fields, num_layers, family.experts)
     head_dim = _read_head_dim(fields, num_heads, latent)
-    rotation = _read_rotation(fields, family, max_positions, head_dim, latent)
+    rotation = _read_rotation(
+        fields=fields, family=family, max_positions=max_positions, head_dim=head_dim, latent=latent
+    )
     num_kv_heads = _read_kv_heads(fields, "num_key_value_heads", num_heads, num_heads)
     local_heads = None
     if sliding_windows and SLIDING_HEAD_KEYS[0] in family.defaults:

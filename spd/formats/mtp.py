@@ -134,7 +134,13 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
         raise fields.field_error(
             "num_nextn_predict_layers", f"is {declared}, but {modules} modules are there"
         )
-    return MtpSource(folder, layout, config, verifier.text("name_or_path"), verifier.text("sha256"))
+    return MtpSource(
+        folder=folder,
+        layout=layout,
+        config=config,
+        verifier=verifier.text("name_or_path"),
+        verifier_sha256=verifier.text("sha256"),
+    )
 
 
 def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
@@ -151,14 +157,20 @@ def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
         ("vocabulary size", fields.get("vocab_size"), config.vocab_size),
         ("layers", fields.get("num_hidden_layers"), config.num_layers),
     ]
-    require_equal_properties("MTP", pairs, file.path, target.path, "--mtp")
+    require_equal_properties(
+        kind="MTP", properties=pairs, head=file.path, target=target.path, flag="--mtp"
+    )
     checkpoint = file.checkpoint
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
         raise no_mtp_error(file.path, config.num_layers, declared_module_count(fields))
     has_verifier_norm = FINAL_NORM in checkpoint.tensors and target.gguf is not None
     return MtpSource(
-        file, layout, config, file.path.name, verifier_hash(checkpoint) if has_verifier_norm else ""
+        folder=file,
+        layout=layout,
+        config=config,
+        verifier=file.path.name,
+        verifier_sha256=verifier_hash(checkpoint) if has_verifier_norm else "",
     )
 
 
@@ -188,7 +200,9 @@ def check_head_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
         ("vocabulary size", config.vocab_size, target.vocab_size),
         ("layers", config.num_layers, target.num_layers),
     ]
-    require_equal_properties("MTP", properties, head.folder.path, folder, "--mtp")
+    require_equal_properties(
+        kind="MTP", properties=properties, head=head.folder.path, target=folder, flag="--mtp"
+    )
 
 
 def require_equal_properties(
@@ -249,7 +263,13 @@ def plan_head(
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
         raise no_mtp_error(source.path, config.num_layers, declared_module_count(source.fields))
-    head = MtpSource(source, layout, config, name, verifier_hash(checkpoint))
+    head = MtpSource(
+        folder=source,
+        layout=layout,
+        config=config,
+        verifier=name,
+        verifier_sha256=verifier_hash(checkpoint),
+    )
     needed = check(head, checkpoint)
     # A copy of the output head may equal the target's embedding, where that one is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
@@ -264,12 +284,16 @@ def plan_head(
     }
     needed_tensors = [meta for name, meta in head_tensors.items() if name in needed]
     return HeadPlan(
-        checkpoint,
-        head,
-        tuple(meta for meta in needed_tensors if meta.name not in tables),
-        tuple((meta, tables[meta.name]) for meta in needed_tensors if meta.name in tables),
-        tuple(meta.name for name, meta in head_tensors.items() if name not in needed),
-        declared_module_count(source.fields),
+        checkpoint=checkpoint,
+        head=head,
+        tensors=tuple(meta for meta in needed_tensors if meta.name not in tables),
+        table_copies=tuple(
+            (meta, tables[meta.name]) for meta in needed_tensors if meta.name in tables
+        ),
+        unused_tensors=tuple(
+            meta.name for name, meta in head_tensors.items() if name not in needed
+        ),
+        declared_modules=declared_module_count(source.fields),
     )
 
 

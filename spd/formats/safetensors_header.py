@@ -80,7 +80,14 @@ def _read_entry(path: Path, name: str, entry: object, data_start: int) -> Tensor
     needed = DTYPE_BITS[dtype] * math.prod(map(float, shape)) / 8
     reason = f"hold {end - begin} bytes, {dtype} {display_text(shape)} needs {needed:g}"
     fields.require(end - begin == needed, "data_offsets", reason)
-    return TensorMeta(name, dtype, tuple(shape), path, end - begin, data_start + begin)
+    return TensorMeta(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        shard=path,
+        nbytes=end - begin,
+        offset=data_start + begin,
+    )
 
 
 def _check_extents(path: Path, tensors: list[TensorMeta], data_start: int, size: int) -> None:

@@ -117,7 +117,9 @@ def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
         repository = repositories.get(first)
         name = f"{repository}:{file_set.tag}" if repository else file_set.stem
         aliases = (repository, file_set.stem) if repository else ()
-        yield StoredModel(name, LLAMA_CPP, root / first, file_set.nbytes, aliases)
+        yield StoredModel(
+            name=name, store=LLAMA_CPP, path=root / first, nbytes=file_set.nbytes, aliases=aliases
+        )
 
 
 def iterate_ollama(root: Path) -> Iterator[StoredModel]:
@@ -166,7 +168,14 @@ def _iterate_sets(
         aliases = (f"{name}:{file_set.stem}", *_shorter_aliases(name, file_set), name)
         fault = "" if len(file_set.files) == file_set.expected else _incomplete_fault(file_set)
         path = folder / file_set.files[0]
-        yield StoredModel(f"{name}:{file_set.tag}", store, path, file_set.nbytes, aliases, fault)
+        yield StoredModel(
+            name=f"{name}:{file_set.tag}",
+            store=store,
+            path=path,
+            nbytes=file_set.nbytes,
+            aliases=aliases,
+            fault=fault,
+        )
 
 
 def _shorter_aliases(name: str, file_set: FileSet) -> tuple[str, ...]:
@@ -196,8 +205,15 @@ def _read_ollama_model(root: Path, manifest: Path, parts: tuple[str, ...]) -> St
     try:
         path, nbytes = _find_ollama_blob(root, manifest)
     except CheckpointError as error:
-        return StoredModel(short_name, OLLAMA, manifest, 0, aliases, error.message)
-    return StoredModel(short_name, OLLAMA, path, nbytes, aliases)
+        return StoredModel(
+            name=short_name,
+            store=OLLAMA,
+            path=manifest,
+            nbytes=0,
+            aliases=aliases,
+            fault=error.message,
+        )
+    return StoredModel(name=short_name, store=OLLAMA, path=path, nbytes=nbytes, aliases=aliases)
 
 
 def _find_ollama_blob(root: Path, manifest: Path) -> tuple[Path, int]:

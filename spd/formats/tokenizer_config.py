@@ -76,12 +76,12 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
                 )
         flags |= {key: fields.boolean(key, False) for key in _FLAG_KEYS if key in fields}
     config = TokenizerConfig(
-        roles,
-        tuple(additional_tokens),
-        flags.get("add_bos_token"),
-        flags.get("add_eos_token"),
-        files.get(TOKENIZER_CONFIG_FILE),
-        named_tokens,
+        roles=roles,
+        additional_tokens=tuple(additional_tokens),
+        add_bos=flags.get("add_bos_token"),
+        add_eos=flags.get("add_eos_token"),
+        fields=files.get(TOKENIZER_CONFIG_FILE),
+        named_tokens=named_tokens,
     )
     if config.fields is not None and "added_tokens_decoder" in config.fields:
         return replace(config, added_tokens=_read_added_tokens_decoder(config.fields))

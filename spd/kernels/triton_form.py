@@ -91,7 +91,13 @@ class TritonKernels:
     ) -> Tensor:
         """Launch `Kernels.norm_gate_up` with this set's token tiles."""
         return skinny_linear_triton.norm_gate_up(
-            x, weight, bias, workspace, norm, act, tile_limits=self.tile_limits
+            x=x,
+            weight=weight,
+            bias=bias,
+            workspace=workspace,
+            norm=norm,
+            act=act,
+            tile_limits=self.tile_limits,
         )
 
     def head_logits(self, x: Tensor, weight: AnyWeight) -> Tensor:

@@ -162,11 +162,11 @@ class ServedEngine(EngineClient):
         )
         answer = self._connection.receive()
         return ServedPrompt(
-            read_request(answer["request"]),
-            answer["inside_thinking"],
-            read_marks(answer["marks"]),
-            answer["notes"],
-            answer["parameters"],
+            request=read_request(answer["request"]),
+            inside_thinking=answer["inside_thinking"],
+            marks=read_marks(answer["marks"]),
+            notes=answer["notes"],
+            parameters=answer["parameters"],
         )
 
     def add(self, request: Request) -> None:
@@ -212,7 +212,17 @@ class ServedEngine(EngineClient):
             return False
         name, ids, text, reason, drafted, logprobs, error = as_tuples(message["event"])
         entries = tuple(TokenLogprob(*entry) for entry in logprobs)
-        self._events.append(Event(name, ids, text, reason, drafted, entries, error))
+        self._events.append(
+            Event(
+                request_id=name,
+                token_ids=ids,
+                text=text,
+                finish_reason=reason,
+                drafted=drafted,
+                logprobs=entries,
+                error=error,
+            )
+        )
         if reason is not None:
             self._running.discard(name)
             outcomes = {

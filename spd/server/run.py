@@ -103,7 +103,9 @@ def run(
             and checked_form(template) is FALLBACK_FORM
         ):
             report(f"note: {UNKNOWN_FORM}")
-        local_socket = LocalSocket(service, solo_plan, engine_identity, url, path)
+        local_socket = LocalSocket(
+            service=service, solo_plan=solo_plan, identity=engine_identity, url=url, path=path
+        )
         server = Server(service, options, local_socket, report)
         asyncio.run(server.serve([listener]))
     finally:

@@ -147,12 +147,20 @@ def bench(session: Session, options: BenchOptions) -> None:
     if options.output is not None:
         check_writable(options.output)
     check_plot(options.plot)
-    slots = parse_numbers(options.concurrency, "--concurrency", "int", 1, 1024)
+    slots = parse_numbers(
+        text=options.concurrency, flag="--concurrency", annotation="int", low=1, high=1024
+    )
     rates: Sequence[float | None] = [None]
     if options.rate is not None:
-        rates = parse_numbers(options.rate, "--rate", "float", 1e-3, 1e4)
+        rates = parse_numbers(
+            text=options.rate, flag="--rate", annotation="float", low=1e-3, high=1e4
+        )
     settings = Settings(
-        temperatures=tuple(parse_numbers(options.temperature, "--temperature", "float", 0, 100)),
+        temperatures=tuple(
+            parse_numbers(
+                text=options.temperature, flag="--temperature", annotation="float", low=0, high=100
+            )
+        ),
         loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
         **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
     )

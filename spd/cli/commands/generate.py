@@ -55,7 +55,9 @@ def generate(session: Session, options: GenerateOptions) -> int:
             request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
         if options.dry_run:
             text = render_prompt(prompt, settings.vocabulary, request.prompt_ids)
-            _write_prompt(options, settings.context, text, request, sink)
+            _write_prompt(
+                options=options, context=settings.context, text=text, request=request, sink=sink
+            )
             return 0
         engine = load(session.console, options.model, settings.config)
         if engine.plan.shape.ctx != settings.context:  # memory may allow less than the model does
@@ -66,7 +68,15 @@ def generate(session: Session, options: GenerateOptions) -> int:
         if not (options.json or options.no_server):
             print_load_note(session.console, options.model, engine)
         marks = settings.vocabulary.marks
-        delivery = GenerateRun(session, options, sink, engine, request, inside_thinking, marks)
+        delivery = GenerateRun(
+            session=session,
+            options=options,
+            sink=sink,
+            engine=engine,
+            request=request,
+            inside_thinking=inside_thinking,
+            marks=marks,
+        )
         if options.trace is None:
             return delivery.run()
         with closing(Sink(options.trace)) as trace:
@@ -88,7 +98,13 @@ def _generate_served(
         served = engine.prepare(prompt, sampling, read_grammar(options), options.think)
     print_notes(session.console, served.notes, engine, served.parameters)
     delivery = GenerateRun(
-        session, options, sink, engine, served.request, served.inside_thinking, served.marks
+        session=session,
+        options=options,
+        sink=sink,
+        engine=engine,
+        request=served.request,
+        inside_thinking=served.inside_thinking,
+        marks=served.marks,
     )
     return delivery.run()
 

@@ -86,7 +86,14 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
         settings = dataclasses.replace(settings, context=engine.info.ctx)
         start = now()
         batch = LineBatch(
-            session, settings, shared, options.raw, engine, sink, num_done, num_failed
+            session=session,
+            settings=settings,
+            shared=shared,
+            raw=options.raw,
+            engine=engine,
+            sink=sink,
+            done=num_done,
+            failed=num_failed,
         )
         try:
             batch.run(remaining_lines)
@@ -359,7 +366,14 @@ class LineBatch:
         self.tokens += len(gathered.token_ids)
         metrics = self.engine.metrics(request.id)
         marks = self.settings.vocabulary.marks
-        fields = reply_fields(gathered, metrics, self.engine, request, line.inside_thinking, marks)
+        fields = reply_fields(
+            reply=gathered,
+            metrics=metrics,
+            engine=self.engine,
+            request=request,
+            inside=line.inside_thinking,
+            marks=marks,
+        )
         answer: dict[str, object] = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         failure = reply_failure(gathered, request)
         if failure is not None:

@@ -95,7 +95,9 @@ def verify(session: Session, options: VerifyOptions) -> None:
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 
-    temperatures = parse_numbers(options.temperature, "--temperature", "float", 0, 100)
+    temperatures = parse_numbers(
+        text=options.temperature, flag="--temperature", annotation="float", low=0, high=100
+    )
     candidate = replace(
         engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
     )

@@ -25,8 +25,8 @@ class BarGlyphs:
     """Stands at the end of the axis where an interval continues beyond it."""
 
 
-UNICODE = BarGlyphs("█", "├", "─", "┼", "┤", "▸")
-ASCII = BarGlyphs("#", "[", "-", "+", "]", ">")
+UNICODE = BarGlyphs(block="█", low="├", span="─", value="┼", high="┤", cut="▸")
+ASCII = BarGlyphs(block="#", low="[", span="-", value="+", high="]", cut=">")
 
 
 @dataclass(frozen=True)

@@ -314,9 +314,15 @@ def _read_file(path: Path) -> _FileHeader:
         alignment = _read_alignment(header, metadata)
         infos = [_read_tensor_info(header) for _ in range(tensor_count)]
     begin = _align(header.position, alignment)
-    tensors = _place_tensors(path, infos, begin, alignment, identity[0])
+    tensors = _place_tensors(
+        path=path, infos=infos, begin=begin, alignment=alignment, file_size=identity[0]
+    )
     return _FileHeader(
-        path, version, MappingProxyType(metadata), MappingProxyType(tensors), identity
+        path=path,
+        version=version,
+        metadata=MappingProxyType(metadata),
+        tensors=MappingProxyType(tensors),
+        identity=identity,
     )
 
 
@@ -404,6 +410,13 @@ def _place_tensors(
             raise _file_error(path, f"is truncated: {subject} ends {missing} bytes behind its end")
         if info.name in tensors:
             raise _file_error(path, f"{subject}: the name is there twice")
-        tensors[info.name] = GgufTensor(info.name, info.type, info.shape, path, offset, nbytes)
+        tensors[info.name] = GgufTensor(
+            name=info.name,
+            type=info.type,
+            shape=info.shape,
+            path=path,
+            offset=offset,
+            nbytes=nbytes,
+        )
         position = _align(offset + nbytes, alignment)
     return {info.name: tensors[info.name] for info in infos}

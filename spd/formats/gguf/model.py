@@ -77,7 +77,14 @@ class GgufCheckpoint(Checkpoint):
 
 def _meta(name: str, tensor: StoredTensor) -> TensorMeta:
     first = tensor.parts[0]
-    return TensorMeta(name, first.type.name, tensor.shape, first.path, tensor.nbytes, first.offset)
+    return TensorMeta(
+        name=name,
+        dtype=first.type.name,
+        shape=tensor.shape,
+        shard=first.path,
+        nbytes=tensor.nbytes,
+        offset=first.offset,
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,9 @@ class GgufModel:
         from spd.formats.tokenizer_config import TokenizerConfig
 
         if self.vocabulary is None:
-            return TokenizerConfig({}, (), None, None, None)
+            return TokenizerConfig(
+                roles={}, additional_tokens=(), add_bos=None, add_eos=None, fields=None
+            )
         return tokenizer_config(self.vocabulary)
 
     @cached_property

@@ -128,7 +128,9 @@ class _Sizes:
         if not keys or self.delta_values in (0, keys):
             return None
         first = 2 * keys * self.key_dim if behind_keys else 0
-        return TiledHeads(keys, self.delta_values // keys, width, first, dim)
+        return TiledHeads(
+            keys=keys, per_key=self.delta_values // keys, width=width, first=first, dim=dim
+        )
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ def open_tokenizer(
         return Tokenizer(library, highest, config, where)
     merges = _scored_merges(vocab, library, texts, ids)
     merges.remaining = max_merged_characters
-    return Tokenizer(library, highest, config, where, merges.encode)
+    return Tokenizer(
+        library=library, last=highest, config=config, where=where, encode=merges.encode
+    )
 
 
 def _scored_merges(

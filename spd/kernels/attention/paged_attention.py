@@ -153,7 +153,15 @@ def plan_attention(
         start = first_visible(positions[s], context, sliding)
         first = start // page_size
         run = windows.first_pages[s]
-        bias = causal_bias(positions[s], context, groups, dtype, heads.first_key, sliding, start)
+        bias = causal_bias(
+            positions=positions[s],
+            context=context,
+            groups=groups,
+            dtype=dtype,
+            first_key=heads.first_key,
+            sliding=sliding,
+            start=start,
+        )
         return SlotMask(bias, first, None if run is None else run + first)
 
     return MaskPlan(

@@ -258,7 +258,14 @@ def paged_attention(
     tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
     warps = WARPS[device.capability[0] == 9 and size <= WIDE]
     attend_chunks(
-        attend_chunk_kernel, query, pools, plan, params, num_warps=warps, **tiles, **shape
+        kernel=attend_chunk_kernel,
+        query=query,
+        pools=pools,
+        plan=plan,
+        params=params,
+        num_warps=warps,
+        **tiles,
+        **shape,
     )
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
     return combine_chunks(out, plan, params.sinks, num_warps=1 + (size > WIDE), **shape)

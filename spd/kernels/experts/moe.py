@@ -132,13 +132,18 @@ def experts(
     """
     if stream is None:
         tile = CHUNK_TILE_ROWS if chunk else WINDOW_TILE_ROWS
-        return _by_expert(x, ids, weights, expert_weights, tile), None
+        return _by_expert(
+            x=x, ids=ids, weights=weights, expert_weights=expert_weights, tile=tile
+        ), None
     gate_up = dequantize_matrices(expert_weights.gate_up, torch.float32).float()
     down = dequantize_matrices(expert_weights.down, torch.float32).float()
     widened = expert_weights._replace(gate_up=gate_up, down=down)
-    y = (stream.float() + _by_expert(x.float(), ids, weights, widened, WINDOW_TILE_ROWS)).to(
-        stream.dtype
-    )
+    y = (
+        stream.float()
+        + _by_expert(
+            x=x.float(), ids=ids, weights=weights, expert_weights=widened, tile=WINDOW_TILE_ROWS
+        )
+    ).to(stream.dtype)
     return y, sum_of_squares(y)
 
 

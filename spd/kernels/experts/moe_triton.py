@@ -317,7 +317,9 @@ def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearC
     values = operands_of(weight)[0]
     device = device_properties(values.device)
     size = values.element_size()
-    config = replace(config_for(n, k, size, device, step_of(weight)), split_k=1)
+    config = replace(
+        config_for(n=n, k=k, itemsize=size, device=device, step=step_of(weight)), split_k=1
+    )
     if size > 1:
         config = with_tile(
             replace(config, block_n=TALL_BLOCK_N, stages=3), TOKEN_TILE, size, device
@@ -345,8 +347,17 @@ def experts(
     down = expert_weights.down
     assert isinstance(gate_up, Tensor | TiledWeight) and isinstance(down, Tensor | TiledWeight)
     lists, counts = _list_rows(ids, down.shape[0])
-    inner = _multiply_gate_up(x, lists, counts, ids.shape[1], gate_up, expert_weights)
-    outputs = _multiply_down(inner, lists, counts, down, expert_weights.down_bias)
+    inner = _multiply_gate_up(
+        x=x,
+        lists=lists,
+        counts=counts,
+        per_token=ids.shape[1],
+        gate_up=gate_up,
+        expert_weights=expert_weights,
+    )
+    outputs = _multiply_down(
+        inner=inner, lists=lists, counts=counts, down=down, bias=expert_weights.down_bias
+    )
     return _sum_outputs(x, outputs, weights, stream)
 
 

@@ -381,7 +381,12 @@ def mla_attention(
     slots, width, heads, _ = query.shape
     shape = _shape_constants(query, pages.shape[1], rank)
     attend_chunks(
-        attend_latent_chunk_kernel, query, (pages,), plan, AttentionParams(scale), **shape
+        kernel=attend_latent_chunk_kernel,
+        query=query,
+        pools=(pages,),
+        plan=plan,
+        params=AttentionParams(scale),
+        **shape,
     )
     out = torch.empty((slots, width, heads, rank), dtype=query.dtype, device=query.device)
     sizes = {"K": 1, "GROUPS": heads, "D": rank, "BLOCK_D": shape["BLOCK_L"], "SLIDING": None}

@@ -83,14 +83,20 @@ def config_for(
     tiles = -(-n // block_n)
     if itemsize == 1:
         split_k = max(1, min(BYTE_WEIGHT_PROGRAMS // tiles, 8, k // (4 * block_k)))
-        return LinearConfig(block_n, block_k, split_k, 2, 4 if split_k == 1 else 3)
+        return LinearConfig(
+            block_n=block_n,
+            block_k=block_k,
+            split_k=split_k,
+            warps=2,
+            stages=4 if split_k == 1 else 3,
+        )
     split_k = 1 if tiles >= PROGRAMS // 2 else max(1, min(PROGRAMS // tiles, 4, k // (4 * block_k)))
     if split_k > 1 or tiles > PROGRAMS:
         stages = 4
     else:
         stages = 6 if k < 8192 else 8
     stages = _fit_stages(stages, _step_bytes(block_n, TOKEN_TILE, block_k, itemsize), device)
-    return LinearConfig(block_n, block_k, split_k, 4, stages)
+    return LinearConfig(block_n=block_n, block_k=block_k, split_k=split_k, warps=4, stages=stages)
 
 
 def _step_bytes(block_n: int, block_t: int, block_k: int, itemsize: int) -> int:

@@ -53,7 +53,7 @@ def _config(
     size = values.element_size()
     max_tile = min(max_tile, REGISTER_BOUND_TILE if size == 1 else max_tile)
     tile = min(max_tile, token_tile(x.shape[0], x.dtype, values.dtype, tile_limits))
-    config = config_for(n, k, size, device, step_of(weight))
+    config = config_for(n=n, k=k, itemsize=size, device=device, step=step_of(weight))
     return with_tile(gate_up_config(config, n) if pair else config, tile, size, device)
 
 
@@ -138,7 +138,9 @@ def linear(
     if residual is not None:
         squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     squares, epsilon = (None, 0.0) if norm is None else norm
-    partials, counters = _workspace(workspace, n, rows, config, x.device)
+    partials, counters = _workspace(
+        workspace=workspace, n=n, rows=rows, config=config, device=x.device
+    )
     values, scales, zeros, columns = operands_of(weight)
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
         values,
@@ -178,7 +180,9 @@ def norm_gate_up(
     n = weight.shape[0] // 2
     config = _config(weight, x, tile_limits, pair=True)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    partials, counters = _workspace(workspace, 2 * n, rows, config, x.device)
+    partials, counters = _workspace(
+        workspace=workspace, n=2 * n, rows=rows, config=config, device=x.device
+    )
     values, scales, zeros, columns = operands_of(weight)
     tiles = ceil_div(2 * n, config.block_n)
     gate_up_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
@@ -231,7 +235,14 @@ def head_logits(
     n = weight.shape[0]
     logits = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
     config = replace(_config(weight, x, tile_limits), split_k=1)
-    _head(x, weight, n, logits, (None, None, None, 0, None, 1, None, 0), config)
+    _head(
+        x=x,
+        weight=weight,
+        n=n,
+        logits=logits,
+        draw=(None, None, None, 0, None, 1, None, 0),
+        config=config,
+    )
     return logits
 
 
@@ -254,7 +265,14 @@ def head_sample(
     tiles = ceil_div(n, config.block_n)
     ranks = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     window = rows // draw.seed.shape[0]
-    _head(x, weight, n, None, (ranks, *draw[:4], window, ids, draw.usable_vocab), config)
+    _head(
+        x=x,
+        weight=weight,
+        n=n,
+        logits=None,
+        draw=(ranks, *draw[:4], window, ids, draw.usable_vocab),
+        config=config,
+    )
     token = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     block = min(power_of_two(tiles), CHOICE_BLOCK)

@@ -46,7 +46,9 @@ class NativeProducts(NativeCalls):
         for target, matrix in zip(tiles, matrices, strict=True):
             source = matrix.to(self.dtype).contiguous()
             self.call_threads("pack", source, target, width, depth, gated)
-        return PackedWeight(tiles, width, depth, gated, matrices.shape[0])
+        return PackedWeight(
+            tiles=tiles, width=width, depth=depth, gated=gated, count=matrices.shape[0]
+        )
 
     def _pack_codes(self, weight: GroupedWeight, gated: bool) -> PackedWeight:
         """Return a quantized weight in tiles. Groups have 16, a multiple of 32, or all columns."""
@@ -72,7 +74,17 @@ class NativeProducts(NativeCalls):
             name: in_column_blocks(part.reshape(count, width, part.shape[-1]), gated)
             for name, part in weight.quant_parameters.items()
         }
-        return PackedWeight(tiles, width, depth, gated, count, kind, group, groups, parameters)
+        return PackedWeight(
+            tiles=tiles,
+            width=width,
+            depth=depth,
+            gated=gated,
+            count=count,
+            kind=kind,
+            group=group,
+            groups=groups,
+            quant_parameters=parameters,
+        )
 
     def packed_linear(
         self,

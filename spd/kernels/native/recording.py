@@ -75,7 +75,9 @@ class Recording(TorchDispatchMode):
             return result
         outputs = [self._allocate(output) for output in results]
         if name not in ALLOCATIONS:
-            self.steps.append(_write_step(op, name, args, options, outputs))
+            self.steps.append(
+                _write_step(op=op, name=name, args=args, options=options, outputs=outputs)
+            )
         return outputs[0] if isinstance(result, Tensor) else type(result)(outputs)
 
     def _allocate(self, tensor: Tensor) -> Tensor:

@@ -143,7 +143,9 @@ def delta_chunks(
                 for x in (query, key, value.view(-1, heads, size))
             )
             gates = pad(gates, (0, 0, 0, padding)).mT
-            outputs, state = _apply_chunk(state, query, key, value, gates, rule.corrects)
+            outputs, state = _apply_chunk(
+                state=state, query=query, key=key, value=value, gates=gates, corrects=rule.corrects
+            )
             out[chunk_rows] = outputs.transpose(0, 1)[: chunk_rows.stop - begin]
         memory.state[slot] = state
     return out

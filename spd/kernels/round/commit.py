@@ -41,12 +41,12 @@ def read_emission(row: list[int]) -> Emission:
     length, num_drafts, accepted, committed, reason, k, match = row[:EMISSION_HEAD]
     drafts = EMISSION_HEAD + k + 1
     return Emission(
-        length,
-        num_drafts,
-        accepted,
-        committed,
-        reason,
-        match,
+        length=length,
+        num_drafts=num_drafts,
+        accepted=accepted,
+        committed=committed,
+        reason=reason,
+        match=match,
         draft=row[drafts : drafts + k],
         sampled=row[EMISSION_HEAD:drafts],
     )

@@ -104,7 +104,13 @@ def round_window(state: RoundTensors, k: int, paging: Paging, usable_vocab: int)
     positions = (last + offsets).clamp(max=paging.limit - 1)
     valid = state.active.unsqueeze(-1) & (offsets <= usable.unsqueeze(-1))
     window = torch.cat((state.tokens.gather(1, last), draft), dim=1)
-    slots = kv_slots(state.page_table, positions, valid, paging.page_size, paging.trash_slot)
+    slots = kv_slots(
+        page_table=state.page_table,
+        positions=positions,
+        valid=valid,
+        page_size=paging.page_size,
+        trash_slot=paging.trash_slot,
+    )
     return RoundWindow(window, positions, valid, slots, draft, usable)
 
 
@@ -147,5 +153,11 @@ def _rows(
     if first is not None:
         valid &= positions >= first.unsqueeze(-1)
     clamped = positions.clamp(0, paging.limit - 1)
-    slots = kv_slots(state.page_table, clamped, valid, paging.page_size, paging.trash_slot)
+    slots = kv_slots(
+        page_table=state.page_table,
+        positions=clamped,
+        valid=valid,
+        page_size=paging.page_size,
+        trash_slot=paging.trash_slot,
+    )
     return Rows(ids, clamped, valid, slots)

@@ -49,7 +49,14 @@ def verify_drafts(
     at = accepted.unsqueeze(-1)
     scale = joint.gather(1, at).squeeze(-1)
     position = positions.gather(1, at).squeeze(-1)
-    weights = last_token_weights(target, draft_probs, draft, num_drafts, accepted, scale)
+    weights = last_token_weights(
+        target=target,
+        draft_probs=draft_probs,
+        draft=draft,
+        num_drafts=num_drafts,
+        accepted=accepted,
+        scale=scale,
+    )
     last = draw_last(weights, accepted < num_drafts, seed, position)
     drafted = torch.where(number <= at, draft, NO_TOKEN)
     tokens = torch.cat((drafted, torch.full_like(at, NO_TOKEN)), dim=1)

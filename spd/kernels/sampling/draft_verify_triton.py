@@ -199,7 +199,16 @@ def verify_drafts(
     positions = positions.contiguous()
     probs = target if draft_probs is None else draft_probs.contiguous()
     one_hot = draft_probs is None
-    accepted, scales = _accept(target, probs, draft, num_drafts, seed, positions, by_block, one_hot)
+    accepted, scales = _accept(
+        target=target,
+        probs=probs,
+        draft=draft,
+        num_drafts=num_drafts,
+        seed=seed,
+        positions=positions,
+        by_block=by_block,
+        one_hot=one_hot,
+    )
     ranks = torch.empty(slots, blocks, 2, dtype=torch.int64, device=device)
     tokens = torch.empty(slots, rows, dtype=torch.int64, device=device)
     last_token_kernel[slots, blocks](

@@ -93,16 +93,37 @@ def _load_drafters(
     target = runner.model
     if mtp is not None:
         find_modules = partial(module_parts, mtp, plan.shape.mtp_modules)
-        head = HeadSource(mtp.config, find_modules, target, plan.model, apart)
-        return _load_runners(plan, mtp.folder, execution, meter, head)
+        head = HeadSource(
+            config=mtp.config,
+            find_parts=find_modules,
+            target=target,
+            target_folder=plan.model,
+            is_separate=apart,
+        )
+        return _load_runners(
+            plan=plan, folder=mtp.folder, execution=execution, meter=meter, head=head
+        )
     if draft is None:
         return []
     find_parts = _part_finder(plan, draft.config)
     draft_head = None
     if find_parts is not None:
-        draft_head = HeadSource(draft.config, find_parts, target, plan.model, apart)
+        draft_head = HeadSource(
+            config=draft.config,
+            find_parts=find_parts,
+            target=target,
+            target_folder=plan.model,
+            is_separate=apart,
+        )
     shared_cache = runner.cache if draft.config.assistant is not None else None
-    return _load_runners(plan, draft, execution, meter, draft_head, shared_cache)
+    return _load_runners(
+        plan=plan,
+        folder=draft,
+        execution=execution,
+        meter=meter,
+        head=draft_head,
+        shared_cache=shared_cache,
+    )
 
 
 def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
@@ -129,7 +150,11 @@ def _load_meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
     if shape.mtp is not None:
         for module in range(shape.mtp_modules):
             total += count_module_bytes(
-                shape.mtp, module, shape.dtype, draft_form, shape.draft_shard
+                source=shape.mtp,
+                module=module,
+                dtype=shape.dtype,
+                form=draft_form,
+                shard=shape.draft_shard,
             )
     return LoadMeter(progress, total)
 
@@ -149,11 +174,11 @@ def assemble(
     meter = _load_meter(plan, progress)
     dtype = getattr(torch, shape.dtype)
     execution = ExecutionConfig(
-        dtype,
-        plan.device,
-        kernels,
-        shape.form,
-        None if ranks is None else ranks.target,
+        dtype=dtype,
+        device=plan.device,
+        kernels=kernels,
+        form=shape.form,
+        ranks=None if ranks is None else ranks.target,
         max_positions=shape.ctx,
     )
     (runner,) = _load_runners(plan, plan.model, execution, meter)
@@ -161,16 +186,24 @@ def assemble(
     if plan.draft_kernels != shape.kernels:
         draft_kernels = load_kernels(plan.draft_kernels)
     draft_execution = ExecutionConfig(
-        dtype,
-        plan.device,
-        draft_kernels,
-        shape.draft_form,
-        None if ranks is None else ranks.draft,
+        dtype=dtype,
+        device=plan.device,
+        kernels=draft_kernels,
+        form=shape.draft_form,
+        ranks=None if ranks is None else ranks.draft,
         max_positions=shape.draft_ctx,
     )
     broadcast_group = None if ranks is None else ranks.broadcast_group
-    drafters = _load_drafters(plan, draft_execution, runner, broadcast_group is not None, meter)
-    round_ = _build_round(plan, usable_vocab, runner, drafters, kernels)
+    drafters = _load_drafters(
+        plan=plan,
+        execution=draft_execution,
+        runner=runner,
+        apart=broadcast_group is not None,
+        meter=meter,
+    )
+    round_ = _build_round(
+        plan=plan, usable_vocab=usable_vocab, runner=runner, drafters=drafters, kernels=kernels
+    )
     if broadcast_group is not None and drafters:
         round_.share = broadcast_group.broadcast
     captured = CapturedRounds(round_) if shape.graphs else None
@@ -184,7 +217,12 @@ def assemble(
     separate_drafters = [drafter for drafter in drafters if drafter.cache is not runner.cache]
     snapshots = SnapshotStore([runner, *separate_drafters], round_.proposer)
     return LocalRoundQueue(
-        round_, captured, snapshots, threads, shape.draft_ctx, alone=ranks is None
+        round_=round_,
+        captured=captured,
+        snapshots=snapshots,
+        threads=threads,
+        draft_limit=shape.draft_ctx,
+        alone=ranks is None,
     )
 
 
@@ -198,7 +236,11 @@ def _build_round(
     """Allocate the state, the sampler and the proposer; return the round that runs them."""
     shape = plan.shape
     state = RoundState(
-        shape.slots, shape.ctx, shape.draft_max, pages_per_slot(shape.ctx), plan.device
+        slots=shape.slots,
+        max_len=shape.ctx,
+        max_draft=shape.draft_max,
+        pages=pages_per_slot(shape.ctx),
+        device=plan.device,
     )
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
@@ -207,7 +249,15 @@ def _build_round(
     imposed = None
     if plan.config.synthetic_acceptance is not None:
         imposed = ImposedAcceptance(plan.config.synthetic_acceptance, shape.draft_max, plan.device)
-    return Round(state, runner, sampler, proposer, kernels, imposed, plan.config.verify)
+    return Round(
+        state=state,
+        runner=runner,
+        sampler=sampler,
+        proposer=proposer,
+        kernels=kernels,
+        imposed=imposed,
+        verify=plan.config.verify,
+    )
 
 
 def _set_threads(plan: EnginePlan, kernels: Kernels) -> AdaptiveThreads:

@@ -71,11 +71,11 @@ class Engine(EngineClient):
         self.round_queue = open_device(plan, self.usable_vocab, progress)
         self.page_table = PageTable(shape.num_pages)
         self.scheduler = Scheduler(
-            shape.slots,
-            self.page_table,
-            PAGE_SIZE,
-            self.round_queue.runner.pages_per_block,
-            shape.ctx,
+            slots=shape.slots,
+            pages=self.page_table,
+            page_size=PAGE_SIZE,
+            block=self.round_queue.runner.pages_per_block,
+            ctx=shape.ctx,
             sharing=plan.shares_prefixes,
             snapshots=SnapshotPool(shape.checkpoints) if shape.checkpoints else None,
         )
@@ -419,7 +419,11 @@ class Engine(EngineClient):
         draft_seconds, verify_seconds, other_seconds = result.seconds
         verify_seconds += other_seconds
         self.draft_length.observe_cost(
-            result.k, verify_seconds, draft_seconds, result.draft_forwards, result.gap
+            k=result.k,
+            verify_seconds=verify_seconds,
+            draft_seconds=draft_seconds,
+            forwards=result.draft_forwards,
+            gap=result.gap,
         )
         now = clock.now()
         for sequence in oldest.sequences:
@@ -437,15 +441,34 @@ class Engine(EngineClient):
         num_drafts, accepted, committed, reason, _, match = row[1:EMISSION_HEAD]
         sampled = row[EMISSION_HEAD : EMISSION_HEAD + committed]
         event = sequence.apply_round(
-            sampled, num_drafts, accepted, FINISH_REASONS[reason], now, result.logprobs
+            tokens=sampled,
+            drafts=num_drafts,
+            matched=accepted,
+            round_reason=FINISH_REASONS[reason],
+            now=now,
+            scores=result.logprobs,
         )
         # A request's first round could not have held drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
             acceptance = sequence.acceptance
-            self.draft_length.observe(result.k, num_drafts, accepted, acceptance, match)
+            self.draft_length.observe(
+                k=result.k,
+                drafted=num_drafts,
+                accepted=accepted,
+                acceptance=acceptance,
+                match=match,
+            )
         if self.trace is not None:
             emission = read_emission(row)
-            self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))
+            self.trace(
+                round_record(
+                    plan=self.plan,
+                    sequence=sequence,
+                    emission=emission,
+                    result=result,
+                    committed=event.token_ids,
+                )
+            )
         if event.finish_reason is not None:
             emits_all = len(event.token_ids) == committed
             has_stopped = reason != GOING_ON or not sequence.in_flight

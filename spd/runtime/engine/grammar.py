@@ -256,7 +256,13 @@ class GrammarCompiler:
         with self._lock:
             matcher = initial.deep_copy()
         library_end_ids = self._load_tokenizer(spec.kind).eos_tokens
-        return Grammar(matcher, spec, library_end_ids, end_ids, budget)
+        return Grammar(
+            matcher=matcher,
+            spec=spec,
+            library_end_ids=library_end_ids,
+            end_ids=end_ids,
+            budget=budget,
+        )
 
     def _load_tokenizer(self, kind: str) -> LLTokenizer:
         """Return llguidance's form of the vocabulary. Raises UsageError without a tokenizer."""

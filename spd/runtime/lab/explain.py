@@ -257,7 +257,13 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     plain_ms = scale * sum(round_parts(costs, 0).values())
 
     def estimate(k: int, length: float, round_ms: float) -> Estimate:
-        return Estimate(k, length, round_ms, 1000 * length / round_ms, length * plain_ms / round_ms)
+        return Estimate(
+            k=k,
+            length=length,
+            round_ms=round_ms,
+            tokens_per_second=1000 * length / round_ms,
+            speed_up=length * plain_ms / round_ms,
+        )
 
     estimates = tuple(
         estimate(k, expected_length(survival, k), scale * sum(round_parts(costs, k).values()))

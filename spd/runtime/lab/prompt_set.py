@@ -144,7 +144,11 @@ def encode_prompts(
     context = model.config.max_positions
     encoded = []
     for length, prompt in product(lengths, prompts):
-        ids = _encode(model, prompt, prompts, length, context) if (length or 0) <= context else []
+        ids = (
+            _encode(folder=model, prompt=prompt, prompts=prompts, length=length, context=context)
+            if (length or 0) <= context
+            else []
+        )
         if (count := max(length or 0, len(ids))) > context - max_tokens:
             message = f"with -n {max_tokens} they do not fit the context of {context:,}"
             fix = ["a smaller -n or --prompt-tokens"]

@@ -112,7 +112,15 @@ def make_rows(
             speeds = [_speed(samples_of) for samples_of in complete]
             if complete and all(speeds):
                 model = models[config] if models else ""
-                rows.append(_row(model, work, plans[config], complete, speeds))
+                rows.append(
+                    _row(
+                        model=model,
+                        work=work,
+                        plan=plans[config],
+                        repetitions=complete,
+                        speeds=speeds,
+                    )
+                )
     for row in rows:
         row["speed_up"] = _speed_up(row, rows)
         row["over_first_model"] = _over_first_model(row, rows)

@@ -164,7 +164,13 @@ class Sweep:
             engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch
         )
         self.samples.append(
-            take_sample(measured_pass, index, work, repetition, self._names(numbers))
+            take_sample(
+                measured_pass=measured_pass,
+                config=index,
+                work=work,
+                repetition=repetition,
+                prompts=self._names(numbers),
+            )
         )
         return measured_pass
 

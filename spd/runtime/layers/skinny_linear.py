@@ -204,7 +204,13 @@ def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
     for weight in (product.weight for product in products):
         n, k = weight.shape
         itemsize = weight.element_size() if isinstance(weight, Tensor) else 1
-        config = config_for(n, k, itemsize, device_properties(weight.device), step_of(weight))
+        config = config_for(
+            n=n,
+            k=k,
+            itemsize=itemsize,
+            device=device_properties(weight.device),
+            step=step_of(weight),
+        )
         sizes = workspace_sizes(n, rows, config)
         partials = max(partials, sizes[0])
         counters = max(counters, sizes[1])

@@ -41,7 +41,9 @@ def make_gguf_filler(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -
             cut = cuts.get(name)
             if view.dtype == torch.uint8:
                 parameters = {part: views.get(part_name(name, part)) for part in QUANT_PARAMETERS}
-                _write_codes(checkpoint, stored, view, parameters, cut)
+                _write_codes(
+                    checkpoint=checkpoint, stored=stored, view=view, parameters=parameters, cut=cut
+                )
             elif cut is not None:
                 values = read_original_values(checkpoint, stored)
                 view.copy_(torch.cat(cut.slices(values), cut.dim))

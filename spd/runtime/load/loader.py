@@ -96,7 +96,14 @@ def make_checkpoint_filler(
     if config.quantization is None:
         return fill
     shapes = weights.expected_tensors(config, layout)
-    return make_unpacking_filler(checkpoint, fill, config.quantization, shapes, meter, cuts)
+    return make_unpacking_filler(
+        checkpoint=checkpoint,
+        fill=fill,
+        quantization=config.quantization,
+        shapes=shapes,
+        meter=meter,
+        cuts=cuts,
+    )
 
 
 DUMMY_BIAS_STD = 0.02
@@ -218,7 +225,14 @@ class ModelBuilder:
             return Decoder(parts, self.builder)
         if config.assistant is not None:
             suppressed = part.rules.suppressed_ids
-            return AssistantModel(config.assistant, parts, self.builder, target, ids, suppressed)
+            return AssistantModel(
+                config=config.assistant,
+                parts=parts,
+                build=self.builder,
+                target=target,
+                token_order=ids,
+                suppressed_ids=suppressed,
+            )
         if "fuse" in tables:
             target.state_fuser = AuxStateFuser(config, tables, self.builder, len(target.layers))
         return HeadModel(part.rules, parts, self.builder, ids)
@@ -380,7 +394,13 @@ def load_model(
         parts = [decoder_part(config, checkpoint)] if head is None else head.find_parts(checkpoint)
         for part in parts:
             if checkpoint is not None:
-                fill = make_checkpoint_filler(checkpoint, config, part.layout, execution, meter)
+                fill = make_checkpoint_filler(
+                    checkpoint=checkpoint,
+                    config=config,
+                    layout=part.layout,
+                    execution=execution,
+                    meter=meter,
+                )
             part = replace(part, layout=part.layout.sharded(execution.shard))
             if head is None:
                 models.append(model_builder.build(part, fill))

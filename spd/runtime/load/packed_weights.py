@@ -64,12 +64,20 @@ class UnpackedMatrix:
             per_group = Cut(1, ranges)
         codes = torch.cat(cut.slices(self.codes), cut.dim)
         if cut.dim == 1 and self.scales.shape[1] == 1:
-            return UnpackedMatrix(self.kind, codes, self.scales, self.zeros, codes.shape[1])
+            return UnpackedMatrix(
+                kind=self.kind,
+                codes=codes,
+                scales=self.scales,
+                zeros=self.zeros,
+                group=codes.shape[1],
+            )
         scales = torch.cat(per_group.slices(self.scales), per_group.dim)
         zeros = None
         if self.zeros is not None:
             zeros = torch.cat(per_group.slices(self.zeros), per_group.dim)
-        return UnpackedMatrix(self.kind, codes, scales, zeros, self.group)
+        return UnpackedMatrix(
+            kind=self.kind, codes=codes, scales=scales, zeros=zeros, group=self.group
+        )
 
 
 def make_unpacking_filler(
@@ -104,7 +112,13 @@ def make_unpacking_filler(
             del other_views[name]
             if view.dtype == torch.uint8:
                 rank_matrix = matrix if cut is None else matrix.cut(cut)
-                write_packed(checkpoint, name, rank_matrix, view, parameters)
+                write_packed(
+                    checkpoint=checkpoint,
+                    name=name,
+                    matrix=rank_matrix,
+                    view=view,
+                    parameters=parameters,
+                )
             else:
                 values = matrix.dequantize()
                 view.copy_(values if cut is None else torch.cat(cut.slices(values), cut.dim))
@@ -186,7 +200,9 @@ def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) ->
     if zeros is None and scheme.layout in ("pack", "gptq"):
         # Codes are offset binary of fewer bits.
         codes = codes + (DEFAULT_ZERO_POINTS[scheme.code_kind] - (1 << (scheme.bits - 1)))
-    return UnpackedMatrix(scheme.code_kind, codes, scales, zeros, group)
+    return UnpackedMatrix(
+        kind=scheme.code_kind, codes=codes, scales=scales, zeros=zeros, group=group
+    )
 
 
 def _unpack_transposed(

@@ -87,11 +87,11 @@ class AssistantModel(Decoder):
         self.output_projection = build.projection(tables["post_projection"])
         if token_order is not None:
             self.head = ClusteredHead(
-                tables["head_table"],
-                tables["centroids"],
-                token_order,
-                config.selected_clusters,
-                target.head.carries_square_sums,
+                table=tables["head_table"],
+                centroids=tables["centroids"],
+                token_order=token_order,
+                num_selected=config.selected_clusters,
+                carries_square_sums=target.head.carries_square_sums,
             )
         if suppressed_ids:
             ids = torch.tensor(suppressed_ids, device=build.execution.device)

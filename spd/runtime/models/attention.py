@@ -218,7 +218,12 @@ class LatentAttention:
         )
         rows = RotatedRows(rotary.cos, rotary.sin, rotary.positions, batch.kv_slots)
         rotated = self.kernels.latent_store(
-            rotated, latent, rows, self.latent_norm, LATENT_EPSILON, pages
+            query=rotated,
+            latent=latent,
+            rows=rows,
+            norm=self.latent_norm,
+            epsilon=LATENT_EPSILON,
+            pages=pages,
         )
         absorbed = apply_in_tiles(
             lambda rows: self.kernels.head_linear(rows, self.key_up), unrotated, batch.tile
@@ -228,7 +233,7 @@ class LatentAttention:
             torch.cat((absorbed, rotated), dim=-1),
             batch,
             lambda rows: self.kernels.mla_attention(
-                rows, pages, plan, self.latent.rank, self.scale
+                query=rows, pages=pages, plan=plan, rank=self.latent.rank, scale=self.scale
             ),
         )
         mixed = mixed.view(-1, self.layout.num_heads, self.latent.rank)

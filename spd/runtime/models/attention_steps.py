@@ -158,7 +158,12 @@ class RotateAndStore:
     def __call__(self, qkv: Tensor, rows: RotatedRows, cache: LayerCache) -> Tensor:
         """Return queries [T, H, D] of qkv [T, (H + 2 K) * D]; the pools are written in place."""
         return self.kernels.rotary_store(
-            qkv, rows, self.scales, self.epsilon, cache.keys_and_values, self.num_heads
+            qkv=qkv,
+            rows=rows,
+            qk_weight=self.scales,
+            epsilon=self.epsilon,
+            pools=cache.keys_and_values,
+            num_heads=self.num_heads,
         )
 
 

@@ -412,7 +412,9 @@ class LayerBuilder:
         if self.ranks is None:
             return self.residual_projection(weight, bias, post_norm)
         part = self.projection(weight)
-        return products.RowParallelLinear(part, bias, post_norm, self.ranks, self.adder)
+        return products.RowParallelLinear(
+            part=part, bias=bias, post_norm=post_norm, ranks=self.ranks, adder=self.adder
+        )
 
     def _remove_mean(self, tensors: BlockTensors, name: str) -> None:
         """Subtract its mean from every column of a matrix [N, K], and from its bias.

@@ -331,10 +331,16 @@ class HeadModel(Decoder):
         projection = self.projection
         ids, table = lookup_operands(self.embedding, batch.token_ids)
         norms = PairNorms(
-            self.token_norm, self.state_norm, self.epsilon, rules.masked_slot, rules.hidden_first
+            token=self.token_norm,
+            hidden=self.state_norm,
+            epsilon=self.epsilon,
+            masked=rules.masked_slot,
+            hidden_first=rules.hidden_first,
         )
         keeps_state = projection is None and not rules.normed_residual
-        pairs, state = self.kernels.head_input(ids, table, batch, norms, keeps_state)
+        pairs, state = self.kernels.head_input(
+            token_ids=ids, table=table, batch=batch, norms=norms, keeps_state=keeps_state
+        )
         rotary = self.rotary_rows(batch)
         if projection is not None:
             zeros = Residual(pairs.new_zeros(pairs.shape[0], self.hidden_size))

@@ -32,14 +32,14 @@ def default_attention(config: ModelConfig) -> GqaLayout:
     """Return grouped-query attention; biases follow the configuration."""
     dims = RotaryDims(config.head_dim, config.rope.rotary_dim or config.head_dim)
     return GqaLayout(
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        RotationLayout(dims, query_growth=config.query_growth),
-        ScoreLayout(scale=config.scales.scores, softcap=config.attention_softcap),
-        ValueLayout(dim=config.value_dim, scale=config.scales.values),
-        replace(ATTENTION_NORMS, after_epsilon=config.post_norm_eps),
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotation=RotationLayout(dims, query_growth=config.query_growth),
+        scores=ScoreLayout(scale=config.scales.scores, softcap=config.attention_softcap),
+        values=ValueLayout(dim=config.value_dim, scale=config.scales.values),
+        norms=replace(ATTENTION_NORMS, after_epsilon=config.post_norm_eps),
         qkv_bias=config.attention_bias,
         output_bias=config.attention_bias,
     )

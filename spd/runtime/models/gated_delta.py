@@ -58,14 +58,20 @@ class GatedDelta:
         gates = mixed[:, end:] if self.gates is None else self.gates(stream, batch)
         output_gates = mixed[:, end - values : end]
         mixed = mixed[:, : end - values]
-        convolved = self.kernels.short_conv(mixed, self.taps, self.bias, ring, batch.segments)
+        convolved = self.kernels.short_conv(
+            x=mixed, weight=self.taps, bias=self.bias, ring=ring, rows=batch.segments
+        )
         apply = self.kernels.delta_rule if batch.chunk_start is None else self.kernels.delta_chunks
         read = apply(convolved, gates, self.rule, DeltaMemory(*memory), batch.segments)
         if self.skip is not None:
             read = read + convolved[:, -values:].view(read.shape) * self.skip[:, None]
             read = read.view(len(read), *self.norm.shape)
         gated = self.kernels.gated_norm(
-            read, output_gates, self.norm, self.layout.epsilon, not delta.uses_delta_rule
+            x=read,
+            gate=output_gates,
+            weight=self.norm,
+            epsilon=self.layout.epsilon,
+            gate_first=not delta.uses_delta_rule,
         )
         return self.output(gated, batch, stream)
 
@@ -96,7 +102,12 @@ class ShortConv:
         gate_before, gate_after, x = self.inputs(stream, batch).chunk(3, 1)
         (ring,) = cache.pools
         mixed = self.kernels.short_conv(
-            gate_before * x, self.taps, None, ring, batch.segments, silu=False
+            x=gate_before * x,
+            weight=self.taps,
+            bias=None,
+            ring=ring,
+            rows=batch.segments,
+            silu=False,
         )
         return self.output((gate_after * mixed).to(x.dtype), batch, stream)
 

@@ -124,7 +124,9 @@ def make_expert_weights(
             down_bias.zero_()
     gate_up = build.expert_matrices(tensors, "experts_gate_up", count, gated=layout.act.gated)
     down = build.expert_matrices(tensors, "experts_down", count, cut=True)
-    return ExpertWeights(gate_up, down, layout.act, gate_up_bias, down_bias)
+    return ExpertWeights(
+        gate_up=gate_up, down=down, act=layout.act, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )
 
 
 def _transpose_each(tensors: BlockTensors, name: str, count: int) -> None:

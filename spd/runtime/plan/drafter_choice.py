@@ -206,7 +206,9 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
         target_cache = _cache_dimensions(target)
         pairs += [(name, head_cache[name], target_cache[name]) for name in head_cache]
     kind = "EAGLE-3" if head.eagle3 is not None else "assistant"
-    require_equal_properties(kind, pairs, draft, folder, "--draft-model")
+    require_equal_properties(
+        kind=kind, properties=pairs, head=draft, target=folder, flag="--draft-model"
+    )
     if head.eagle3 is not None:
         head.eagle3.aux_layers(target.num_layers)
 

@@ -164,7 +164,13 @@ def choose_form(
             reason += f", kept as {dtype}, for these kernels want wide weights"
         return form, reason
     if model.quantization is not None:
-        return _packed_form(model.quantization, folder, config, kernels, dtype)
+        return _packed_form(
+            quantization=model.quantization,
+            folder=folder,
+            config=config,
+            kernels=kernels,
+            dtype=dtype,
+        )
     if not types:
         return WIDE, AS_STORED
     return _gguf_form(folder, types, config, kernels)

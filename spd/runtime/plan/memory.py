@@ -206,7 +206,9 @@ def measure(shape: EngineShape) -> MemoryNeed:
     window = rows + shape.slots * CATCH_UP
     draft_weights = draft_cache = 0
     states = shape.slots * slot_bytes(target, shape, shape.tp)
-    workspace = _workspace_bytes(shape, target, shape.ctx, rows, rows, shape.tp)
+    workspace = _workspace_bytes(
+        shape=shape, model=target, ctx=shape.ctx, rows=rows, sampled=rows, ranks=shape.tp
+    )
     if shape.stores_distributions:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     if draft is not None:
@@ -214,11 +216,25 @@ def measure(shape: EngineShape) -> MemoryNeed:
         # The same page numbers serve both models, so both have as many pages.
         draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
         states += shape.slots * slot_bytes(draft, shape, ranks)
-        workspace += _workspace_bytes(shape, draft, shape.draft_ctx, window, shape.slots, ranks)
+        workspace += _workspace_bytes(
+            shape=shape,
+            model=draft,
+            ctx=shape.draft_ctx,
+            rows=window,
+            sampled=shape.slots,
+            ranks=ranks,
+        )
         workspace += _eagle3_bytes(shape, draft)
     elif shape.mtp is not None and shape.mtp_modules:
         draft_weights, draft_cache = _mtp_bytes(shape, shape.mtp)
-        workspace += _workspace_bytes(shape, target, shape.draft_ctx, window, shape.slots, ranks)
+        workspace += _workspace_bytes(
+            shape=shape,
+            model=target,
+            ctx=shape.draft_ctx,
+            rows=window,
+            sampled=shape.slots,
+            ranks=ranks,
+        )
     return MemoryNeed(
         weights=_weight_bytes(target, shape, shape.form, shape.tp),
         draft_weights=draft_weights,
@@ -267,7 +283,10 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
     states = _stream_states(shape, modules) * config.hidden_size
     weights = sum(
-        count_module_bytes(mtp, i, shape.dtype, shape.draft_form, shard) for i in range(modules)
+        count_module_bytes(
+            source=mtp, module=i, dtype=shape.dtype, form=shape.draft_form, shard=shard
+        )
+        for i in range(modules)
     )
     # Each module has its own embedding and head where the target's are divided among other ranks;
     # modules of Step's layout always have a head.
@@ -362,11 +381,11 @@ def fit_to_memory(
     if not ctx or not fits(with_min_pages(ctx), usable_bytes):
         smallest = with_min_pages(ctx or min(shape.ctx, PAGE_SIZE))
         raise refusal(
-            smallest,
-            device,
-            free_bytes,
-            config.memory_fraction,
-            bool(config.draft_model or config.mtp),
+            shape=smallest,
+            device=device,
+            free=free_bytes,
+            fraction=config.memory_fraction,
+            draft_flag=bool(config.draft_model or config.mtp),
         )
     full = at_context(shape, ctx)
     if full.pages is not None:

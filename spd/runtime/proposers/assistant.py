@@ -45,4 +45,6 @@ class AssistantProposer(ModelProposer):
             output = runner.forward(rows, self.state.page_table, views, HeadStates(states, 1))
             states = output.states
             tokens = self.sampler.draw_draft(runner, output.hidden, step, needs)
-            rows = self.kernels.draft_step(self.state, tokens, step, k, self.paging)
+            rows = self.kernels.draft_step(
+                state=self.state, sampled=tokens, step=step, k=k, paging=self.paging
+            )

@@ -35,7 +35,14 @@ class Lookup(NamedTuple):
         With `over`, leave other drafts as they are without a match.
         """
         bound = min(max((view.bound for view in views), default=0), state.max_len)
-        self.kernels.ngram_lookup(state, k, self.shortest, self.longest, bound, over)
+        self.kernels.ngram_lookup(
+            state=state,
+            k=k,
+            ngram_min=self.shortest,
+            ngram_max=self.longest,
+            bound=bound,
+            keep_drafts=over,
+        )
 
 
 class ArbitratedLookup(NamedTuple):
@@ -96,7 +103,14 @@ class ModelProposer(Proposer):
         cache = self.runners[0].cache
         if cache.recurrent:  # a state's tokens cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
-        rows = self.kernels.committed_window(self.state, width, slots, self.paging, first, ahead)
+        rows = self.kernels.committed_window(
+            state=self.state,
+            width=width,
+            chosen=slots,
+            paging=self.paging,
+            first=first,
+            ahead=ahead,
+        )
         return rows
 
     def _run(
@@ -153,7 +167,9 @@ class ModelProposer(Proposer):
                 hidden = self._run(last, next_rows, views, hidden)
             if step < k:
                 tokens = self.sampler.draw_draft(self.runners[min(step, last)], hidden, step, needs)
-                next_rows = self.kernels.draft_step(self.state, tokens, step, k, self.paging)
+                next_rows = self.kernels.draft_step(
+                    state=self.state, sampled=tokens, step=step, k=k, paging=self.paging
+                )
 
     def zero_pages(self, pages: list[int]) -> None:
         """Zero pages of the models' caches."""

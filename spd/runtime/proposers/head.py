@@ -103,7 +103,11 @@ class HeadProposer(ModelProposer):
         """Write a stream's states [S, W, hidden] of valid rows; return the slots' rings."""
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
         self.kernels.keep_states(
-            states, rows, ring, self.page_states[stream], self.paging.page_size
+            hidden=states,
+            rows=rows,
+            rings=ring,
+            page_states=self.page_states[stream],
+            page_size=self.paging.page_size,
         )
         return ring
 

@@ -124,10 +124,17 @@ def open_ranks(store: Store, rank: int, plan: EnginePlan, host: str, heartbeat: 
     draft = None
     heartbeat.waiting = True
     try:
-        target_group = _process_group(store, "target", rank, size, plan.device, host)
+        target_group = _process_group(
+            store=store, name="target", rank=rank, size=size, device=plan.device, host=host
+        )
         if 1 < draft_size < size:
             group = _process_group(
-                store, f"draft {draft_group}", draft_rank, draft_size, plan.device, host
+                store=store,
+                name=f"draft {draft_group}",
+                rank=draft_rank,
+                size=draft_size,
+                device=plan.device,
+                host=host,
             )
             draft = ProcessGroup(group, draft_rank, draft_size, heartbeat)
     finally:

@@ -125,7 +125,13 @@ def follow(spec: RankSpec, leave: Callable[[int], None]) -> int:
         ).start()
         plan, usable_vocab, store_address = orders.get()
         plan = replace(plan, device=spec["device"])
-        ranks = open_ranks(open_store(store_address), rank, plan, local_host, heartbeat)
+        ranks = open_ranks(
+            store=open_store(store_address),
+            rank=rank,
+            plan=plan,
+            host=local_host,
+            heartbeat=heartbeat,
+        )
         queue = assemble(plan, usable_vocab, lambda _: heartbeat.beat(), ranks)
         while True:
             name, args = orders.get()

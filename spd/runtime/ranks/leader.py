@@ -194,7 +194,11 @@ class Leader:
         """Let every rank load its part, and meet them; the caller loads this rank's part."""
         return self.guard(
             lambda: open_ranks(
-                open_store(self._store_address), 0, self.plan, self._host, self.heartbeat
+                store=open_store(self._store_address),
+                rank=0,
+                plan=self.plan,
+                host=self._host,
+                heartbeat=self.heartbeat,
             ),
             order=(self.plan, usable_vocab, self._store_address),
         )

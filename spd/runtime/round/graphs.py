@@ -94,7 +94,15 @@ class CapturedRounds:
             for k, next_k in pairs(count == 1):
                 for request_params in params:
                     needs = SamplingSteps.from_params(request_params)
-                    shapes.add(RoundShape(k, next_k, needs, request_params.logprobs, count))
+                    shapes.add(
+                        RoundShape(
+                            k=k,
+                            next_k=next_k,
+                            needs=needs,
+                            num_logprobs=request_params.logprobs,
+                            slots=count,
+                        )
+                    )
         return sorted(
             shapes - self.captured.keys(),
             key=lambda shape: (-shape.slots * (shape.k + 1), -shape.next_k),

@@ -76,13 +76,13 @@ class LocalPendingRound(NamedTuple):
             1e-9 * (committed - verified),
         )
         return RoundResult(
-            ring.tolist(),
-            host_logprobs,
-            self.k,
-            self.draft_forwards,
-            next_drafts,
-            seconds,
-            1e-9 * gap,
+            rows=ring.tolist(),
+            logprobs=host_logprobs,
+            k=self.k,
+            draft_forwards=self.draft_forwards,
+            next_drafts=next_drafts,
+            seconds=seconds,
+            gap=1e-9 * gap,
         )
 
 
@@ -283,7 +283,14 @@ class LocalRoundQueue:
         """
         ids = self._prompt_ids
         assert ids is not None
-        part = PromptPart(slot, ids[None], start, end, SlotView(len(ids), pages), chunked)
+        part = PromptPart(
+            slot=slot,
+            token_ids=ids[None],
+            begin=start,
+            end=end,
+            view=SlotView(len(ids), pages),
+            chunked=chunked,
+        )
         rows = part.padded_rows + sum(unwritten.padded_rows for unwritten in self.unwritten)
         has_part = any(unwritten.slot == slot for unwritten in self.unwritten)
         if rows > self.runner.chunk or has_part:
@@ -348,7 +355,13 @@ class LocalRoundQueue:
             if not model_drafts:
                 self.missing_tokens += 1 + (k if self.missing_tokens else 0)
         if self.captured is not None:
-            shape = RoundShape(k, next_k, needs, num_logprobs, self.captured.num_slots(views))
+            shape = RoundShape(
+                k=k,
+                next_k=next_k,
+                needs=needs,
+                num_logprobs=num_logprobs,
+                slots=self.captured.num_slots(views),
+            )
             logprobs = self.captured.run(shape, views)
         else:
             logprobs = self.round.run(k, views, needs, num_logprobs, next_k)

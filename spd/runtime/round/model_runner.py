@@ -125,7 +125,9 @@ class ModelRunner:
             """Run a window of the text's last rows with so many blocks of context."""
             begin = start + first
             view = SlotView(blocks * KV_BLOCK, pages)
-            part = PromptPart(0, ids, begin, begin + rows, view, chunked=False)
+            part = PromptPart(
+                slot=0, token_ids=ids, begin=begin, end=begin + rows, view=view, chunked=False
+            )
             slot_rows = SlotRows(self.prompt_rows(part), self.page_tables([part]), [view], states)
             if cache.recurrent:  # the state is as of `start`; the tokens after it are applied again
                 table = torch.tensor([[0], [0], [rows], [begin], [start]], device=self.device)
@@ -223,7 +225,9 @@ class ModelRunner:
         views: list[SlotView] = []
         for part, count in zip(parts, window_counts, strict=True):
             views.extend([part.view] * count)
-        return SlotRows(rows, page_table, views, window_states, segments)
+        return SlotRows(
+            rows=rows, page_table=page_table, views=views, states=window_states, segments=segments
+        )
 
     def _segments(self, segment_rows: Sequence[SegmentRow]) -> Segments:
         """Upload segments as the columns of a table; see `Segments`."""
@@ -379,7 +383,13 @@ class ModelRunner:
         valid = padded < part.end
         positions = padded.clamp(max=part.end - 1)
         table = self.page_tables([part]).expand(count, -1)
-        slots = kv_slots(table, positions, valid, self.cache.page_size, self.trash_slot)
+        slots = kv_slots(
+            page_table=table,
+            positions=positions,
+            valid=valid,
+            page_size=self.cache.page_size,
+            trash_slot=self.trash_slot,
+        )
         return Rows(part.token_ids[0][positions], positions, valid, slots)
 
     def page_tables(self, parts: Sequence[PromptPart]) -> Tensor:

@@ -95,7 +95,7 @@ class Round:
         )
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
-        self._commit(window, sampled, finite, accepted, needs)
+        self._commit(window=window, sampled=sampled, finite=finite, accepted=accepted, needs=needs)
         if self.proposer is not None and (next_k or self.proposer.tracks_matches):
             self.proposer.draft(next_k, window, views, needs)
             if next_k and self.share is not None:
@@ -145,7 +145,14 @@ class Round:
     ) -> None:
         """Append the results of `_sample`, advance the lengths, stop slots, and emit."""
         generated = self.sampler.generated if needs.penalties else None
-        self.kernels.round_commit(self.state, window, sampled, finite, accepted, generated)
+        self.kernels.round_commit(
+            state=self.state,
+            window=window,
+            sampled=sampled,
+            finite=finite,
+            accepted=accepted,
+            generated=generated,
+        )
 
     def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
         """Return the model's log-probabilities of the samples [S, R] and of the `top` likeliest tokens."""

@@ -168,13 +168,13 @@ class Sampler:
             draft_distributions = draft_distributions[:, : draft.shape[1]]
         positions = self._positions(logits)
         tokens, accepted = self.kernels.verify_drafts(
-            distributions,
-            draft_distributions,
-            draft,
-            num_drafts,
-            self.seed,
-            positions,
-            by_block,
+            target=distributions,
+            draft_probs=draft_distributions,
+            draft=draft,
+            num_drafts=num_drafts,
+            seed=self.seed,
+            positions=positions,
+            by_block=by_block,
         )
         finite = distributions.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1) > 0
         return tokens, finite, accepted
@@ -194,11 +194,11 @@ class Sampler:
         if needs.truncation or needs.penalties or needs.bias or needs.min_length or needs.grammar:
             return None
         draw = Draw(
-            self.seed,
-            self.state.length,
-            step,
-            self.numbers["temperature"],
-            min(self.usable_vocab, runner.model.vocab_size),
+            seed=self.seed,
+            first=self.state.length,
+            step=step,
+            temperature=self.numbers["temperature"],
+            usable_vocab=min(self.usable_vocab, runner.model.vocab_size),
         )
         return runner.sample(hidden, draw)
 
