@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def head_kind(self) -> str | None:
-        """The method that drafts with this head or assistant; None for a model."""
+        """Return the method that drafts with this head or assistant; None for a model."""
         if self.eagle3 is not None:
             return "eagle3"
         return "assistant" if self.assistant is not None else None

@@ -6,18 +6,22 @@ header decides whether a matrix is quantized: lists of modules that are not quan
 those of an MTP head, or name fused ones, and are not read. The configuration decides how a matrix
 is stored.
 
-- pack: `weight_packed` I32 [out, in * bits / 32], codes along in, value + 2**(bits - 1); `weight_scale`
-  [out, groups]; `weight_zero_point` I32 [out * bits / 32, groups], codes along out. W = (q - z) * s.
-- gptq: `qweight` I32 [in * bits / 32, out], codes along in; `qzeros` I32 [groups, out * bits / 32], codes
-  along out, of zero - `offset`; `scales` [groups, out]; `g_idx` I32 [in], the group of each column of W.
-- awq: `qweight` I32 [in, out / 8], `qzeros` I32 [groups, out / 8], in `AWQ_ORDER`; `scales` [groups, out].
+- pack: `weight_packed` I32 [out, in * bits / 32], codes along in, value + 2**(bits - 1);
+  `weight_scale` [out, groups]; `weight_zero_point` I32 [out * bits / 32, groups], codes along out.
+  W = (q - z) * s.
+- gptq: `qweight` I32 [in * bits / 32, out], codes along in; `qzeros` I32 [groups, out * bits / 32],
+  codes along out, of zero - `offset`; `scales` [groups, out]; `g_idx` I32 [in], the group of each
+  column of W.
+- awq: `qweight` I32 [in, out / 8], `qzeros` I32 [groups, out / 8], in `AWQ_ORDER`; `scales`
+  [groups, out].
 - int8: `weight` I8 [out, in]; `weight_scale` [out, 1] or [1].
-- fp8: `weight` F8_E4M3 [out, in]; `weight_scale`, a multiplier: [1], [out, 1], or one a block, the last ones
-  partial. DeepSeek calls it `weight_scale_inv`.
-- nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3 [out, in / 16];
-  `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it: `weight`, `weight_scale_2` =
-  1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8, the exponent + 127. gpt-oss packs all
-  experts' in two tensors, which `tensor_names.unpack_experts` takes apart.
+- fp8: `weight` F8_E4M3 [out, in]; `weight_scale`, a multiplier: [1], [out, 1], or one a block, the
+  last ones partial. DeepSeek calls it `weight_scale_inv`.
+- nvfp4: `weight_packed` U8 [out, in / 2], E2M1, even columns low; `weight_scale` F8_E4M3
+  [out, in / 16]; `weight_global_scale` [1]: W = e2m1 * (scale / global). As ModelOpt writes it:
+  `weight`, `weight_scale_2` = 1 / global. mxfp4: the same with groups of 32 and `weight_scale` U8,
+  the exponent + 127. gpt-oss packs all experts' in two tensors, which
+  `tensor_names.unpack_experts` takes apart.
 
 Source: compressed-tensors 0.20, AutoAWQ 0.2, AutoGPTQ and gptqmodel 7, NVIDIA ModelOpt, and
 published files.

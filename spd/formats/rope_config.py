@@ -129,14 +129,9 @@ def read_rope(
         return RopeConfig("default", theta)
     share = rope.number(_SHARE_KEY, 0.0, 1.0, 1.0)
     rotary_dim = None
-    if kind != "proportional" and is_partial:
-        rotary_dim = int(head_dim * share)
-        reason = f"{share:g} of {head_dim} is no even number above 0"
-        rope.require(rotary_dim >= 2 and rotary_dim % 2 == 0, _SHARE_KEY, reason)
-        head_dim = rotary_dim
-    elif kind != "proportional":
-        reason = "rotating a part of the head is not supported"
-        rope.require(share == 1.0, _SHARE_KEY, reason)
+    if kind != "proportional":
+        rotary_dim = _rotary_dim(rope, head_dim, share, is_partial=is_partial)
+        head_dim = rotary_dim or head_dim
     original = None
     default_factor = None
     short_factor: tuple[float, ...] = ()
@@ -176,6 +171,18 @@ def read_rope(
     )
     _require_ordered_bounds(rope, config)
     return config
+
+
+def _rotary_dim(rope: Fields, head_dim: int, share: float, *, is_partial: bool) -> int | None:
+    """Return the first dimensions of a head that rotate; None for all, where there is no choice."""
+    if not is_partial:
+        reason = "rotating a part of the head is not supported"
+        rope.require(share == 1.0, _SHARE_KEY, reason)
+        return None
+    rotary_dim = int(head_dim * share)
+    reason = f"{share:g} of {head_dim} is no even number above 0"
+    rope.require(rotary_dim >= 2 and rotary_dim % 2 == 0, _SHARE_KEY, reason)
+    return rotary_dim
 
 
 def _require_ordered_bounds(rope: Fields, config: RopeConfig) -> None:

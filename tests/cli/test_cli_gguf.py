@@ -15,7 +15,7 @@ from spd.formats.gguf.vocabulary import CONTROL
 from spd.runtime.plan.config import EngineConfig
 from spd.server.wire import identity
 from tests.formats.gguf.gguf_helpers import Value, write_gguf
-from tests.formats.gguf.test_formats_gguf_tokenizer import byte_level, opened
+from tests.formats.gguf.test_formats_gguf_tokenizer import byte_level, tokenizer_of
 from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors
 
 TEMPLATE = (
@@ -37,8 +37,8 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_prompt_is_written_by_the_files_template(file: Path, spd_run: Callable) -> None:
     ran = spd_run("generate", "-m", file, "Hi <|end|>", "-n", "4", "--json")
-    expected = opened(dict(VOCABULARY)).encode("<|user|>", parse_special=True)
-    expected += [*opened(dict(VOCABULARY)).encode("Hi <|end|>"), 257]
+    expected = tokenizer_of(dict(VOCABULARY)).encode("<|user|>", parse_special=True)
+    expected += [*tokenizer_of(dict(VOCABULARY)).encode("Hi <|end|>"), 257]
     assert ran.code == 0 and ran.json["usage"]["prompt_tokens"] == len(expected)
     assert len(ran.json["token_ids"]) <= 4
 

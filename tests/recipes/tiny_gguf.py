@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spd.formats.gguf.block_types import BY_NAME
-from tests.formats.gguf.gguf_helpers import Stored, Typed, Value, write_gguf
+from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, write_gguf
 
 SIZES = {"hidden": 256, "inner": 512, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 320}
 FLOAT16_OFFSETS = {
@@ -71,7 +71,9 @@ def _floats(kind: str, values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}{'e' if kind == 'F16' else 'f'}", *values)
 
 
-def tiny_tensors(kind: str | Mapping[str, str], seed: int = 0, **sizes: int) -> dict[str, Stored]:
+def tiny_tensors(
+    kind: str | Mapping[str, str], seed: int = 0, **sizes: int
+) -> dict[str, TensorSpec]:
     """Return the tensors of a Llama whose matrices are of one type, or of types by the ends of names."""
     kinds = {"": kind} if isinstance(kind, str) else kind
     model_sizes = SIZES | sizes
@@ -95,15 +97,15 @@ def tiny_tensors(kind: str | Mapping[str, str], seed: int = 0, **sizes: int) -> 
             f"{stem}ffn_up.weight": (model_sizes["inner"], hidden),
             f"{stem}ffn_down.weight": (hidden, model_sizes["inner"]),
         }
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorSpec] = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
-            tensors[name] = Stored("F32", shape, _floats("F32", [1.0] * shape[0]))
+            tensors[name] = TensorSpec("F32", shape, _floats("F32", [1.0] * shape[0]))
             continue
         std = 1.5 / math.sqrt(shape[1])
         tensor_kind = next(other for end, other in kinds.items() if name.endswith(end))
         data = block_bytes(tensor_kind, shape, f"{seed} {name}", std)
-        tensors[name] = Stored(tensor_kind, shape, data)
+        tensors[name] = TensorSpec(tensor_kind, shape, data)
     return tensors
 
 
@@ -119,8 +121,8 @@ def tiny_metadata(**sizes: int) -> dict[str, Value]:
         "llama.feed_forward_length": model_sizes["inner"],
         "llama.attention.head_count": model_sizes["heads"],
         "llama.attention.head_count_kv": model_sizes["kv_heads"],
-        "llama.attention.layer_norm_rms_epsilon": Typed("f", 1e-5),
-        "llama.rope.freq_base": Typed("f", 10000.0),
+        "llama.attention.layer_norm_rms_epsilon": TypedValue("f", 1e-5),
+        "llama.rope.freq_base": TypedValue("f", 10000.0),
         "llama.rope.dimension_count": model_sizes["hidden"] // model_sizes["heads"],
         "tokenizer.ggml.eos_token_id": 2,
     }

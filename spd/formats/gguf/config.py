@@ -83,9 +83,8 @@ def _wrap(keys: Keys, wrapper_class: str, text_values: Mapping[str, object]) -> 
 
 def _model_class(keys: Keys, architecture: GgufArchitecture) -> str:
     """Return the class of Hugging Face of a file's model, without ForCausalLM."""
-    name_endings = {key: f".{key}" for key in architecture.variants}
     for key, model_class in architecture.variants.items():
-        suffixes = (f"{name_endings[key]}.weight", name_endings[key])
+        suffixes = (f".{key}.weight", f".{key}")
         if keys.get(key) or any(name.endswith(suffixes) for name in keys.file.tensors):
             return model_class
     return architecture.model_class
@@ -123,7 +122,8 @@ def _layer_values(
     mtp_layers = values.get("num_nextn_predict_layers", 0)
     layers = values.get("num_hidden_layers")
     if type(mtp_layers) is int and type(layers) is int and mtp_layers:
-        layer_values["num_hidden_layers"] = layers = layers - mtp_layers
+        layers -= mtp_layers
+        layer_values["num_hidden_layers"] = layers
     if type(layers) is not int or not 0 < layers <= keys.MAX_LAYERS:
         return layer_values
     slides = keys.get("attention.sliding_window_pattern")

@@ -36,10 +36,7 @@ def _gemma(keys: Keys, values: Values, *, large: int) -> dict[str, object]:
 
 
 def _latent(keys: Keys, values: Values) -> dict[str, object]:
-    """Return the sizes of the parts of DeepSeek's heads.
-
-    Older files are from before keys were absorbed.
-    """
+    """Return the sizes of the parts of DeepSeek's heads; older files do not absorb keys."""
     rotary_dim = keys.integer("rope.dimension_count") or 0
     head_dim = keys.integer("attention.key_length_mla") or keys.integer("attention.key_length") or 0
     value_dim = keys.integer("attention.value_length_mla") or keys.integer("attention.value_length")
@@ -52,9 +49,8 @@ def _latent(keys: Keys, values: Values) -> dict[str, object]:
     }
     scaling = values.get("rope_parameters")
     multiplier = keys.number("rope.scaling.yarn_log_multiplier")
-    if (
-        isinstance(scaling, dict) and multiplier is not None
-    ):  # the file has a tenth, for old readers
+    if isinstance(scaling, dict) and multiplier is not None:
+        # The file has a tenth of the factor, for old readers.
         scale = round(10 * multiplier, 6)
         derived["rope_parameters"] = {**scaling, "mscale": scale, "mscale_all_dim": scale}
     if not _positive_integer(values, "n_group"):
@@ -152,9 +148,8 @@ def _step(keys: Keys, values: Values) -> dict[str, object]:
     if isinstance(scaling, dict):
         factors = scaling["short_factor"][: read_head_dim(values) // 4]
         rope_scaling = {**scaling, "short_factor": factors, "long_factor": factors}
-        derived["rope_scaling"] = {
-            key: rope_scaling[key] for key in rope_scaling if key != "rope_theta"
-        }
+        rope_scaling.pop("rope_theta", None)
+        derived["rope_scaling"] = rope_scaling
     return derived
 
 
@@ -177,16 +172,17 @@ def _gemma4(keys: Keys, values: Values) -> dict[str, object]:
     table = keys.file.tensors.get("per_layer_token_embd.weight")
     scaling = values.get("rope_parameters")
     base = values.get("rope_theta", DEFAULT_THETA)
-    full_rope = (
-        scaling if isinstance(scaling, dict) else {"rope_type": "default", "rope_theta": base}
-    )
+    full_rope: object = {"rope_type": "default", "rope_theta": base}
+    if isinstance(scaling, dict):
+        full_rope = scaling
+    key_is_value = kv_heads != local_kv_heads
+    if with_keys:
+        key_is_value = _key_is_value(keys, with_keys)
     local_base = keys.number("rope.freq_base_swa") or DEFAULT_THETA
     derived: dict[str, object] = {
         "num_key_value_heads": local_kv_heads,
         "num_global_key_value_heads": kv_heads,
-        "attention_k_eq_v": _key_is_value(keys, with_keys)
-        if with_keys
-        else kv_heads != local_kv_heads,
+        "attention_k_eq_v": key_is_value,
         "rope_parameters": {
             FULL: full_rope,
             SLIDING: {"rope_type": "default", "rope_theta": local_base},

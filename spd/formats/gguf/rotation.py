@@ -64,7 +64,8 @@ def _read_scaling(keys: Keys) -> dict[str, object]:
         if (number := keys.number(gguf_key)) is not None:
             scaling[key] = number
     if (number := keys.number("rope.scaling.yarn_log_multiplier")) is not None:
-        scaling["mscale"] = scaling["mscale_all_dim"] = number
+        scaling["mscale"] = number
+        scaling["mscale_all_dim"] = number
     return scaling
 
 

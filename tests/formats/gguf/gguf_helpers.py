@@ -1,4 +1,4 @@
-"""Writes small GGUF files, right ones and hostile ones."""
+"""Writers of small GGUF files, right ones and hostile ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _CODES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 1
 
 
 @dataclass(frozen=True)
-class Typed:
-    """A number, or a list of them, of a type that `struct` names."""
+class TypedValue:
+    """A number, or a list of them, with its type as a code of `struct`."""
 
     code: str
     value: float | Sequence[float]
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorSpec:
     """A tensor to write: its type, its shape (rows first) and its bytes, or zeros."""
 
     type: str
@@ -32,14 +32,14 @@ class Stored:
     @property
     def content(self) -> bytes:
         """Return the bytes."""
-        kind = BY_NAME[self.type]
-        nbytes = kind.row_bytes(self.shape[-1])
+        block_type = BY_NAME[self.type]
+        nbytes = block_type.row_bytes(self.shape[-1])
         for size in self.shape[:-1]:
             nbytes *= size
         return bytes(nbytes) if self.data is None else self.data
 
 
-Value = GgufValue | Typed | list[str] | list[int] | list[float] | list[list[int]]
+Value = GgufValue | TypedValue | list[str] | list[int] | list[float] | list[list[int]]
 
 
 def text_bytes(text: str | bytes) -> bytes:
@@ -51,17 +51,17 @@ def text_bytes(text: str | bytes) -> bytes:
 def value_bytes(value: Value, *, typed: bool = True) -> bytes:
     """Return a value as it is stored, behind the number of its type."""
     if isinstance(value, list | tuple):
-        items = [value_bytes(each) for each in value]
+        items = [value_bytes(element) for element in value]
         inner = items[0][:4] if items else struct.pack("<I", 8)
         body = b"".join(item[4:] for item in items)
         kind = 9
         data = inner + struct.pack("<Q", len(items)) + body
-    elif isinstance(value, Typed):
-        several = isinstance(value.value, list | tuple)
+    elif isinstance(value, TypedValue):
+        is_list = isinstance(value.value, list | tuple)
         numbers = list(value.value) if isinstance(value.value, list | tuple) else [value.value]
         data = struct.pack(f"<{len(numbers)}{value.code}", *numbers)
         kind = _CODES[value.code]
-        if several:
+        if is_list:
             data = struct.pack("<IQ", kind, len(numbers)) + data
             kind = 9
     elif isinstance(value, bool):
@@ -79,9 +79,9 @@ def value_bytes(value: Value, *, typed: bool = True) -> bytes:
 
 
 def header_bytes(
-    metadata: Mapping[str, Value], tensors: Mapping[str, Stored], alignment: int, version: int
+    metadata: Mapping[str, Value], tensors: Mapping[str, TensorSpec], alignment: int, version: int
 ) -> bytes:
-    """Return everything before the tensors' bytes, without the padding."""
+    """Return the bytes before those of the tensors, without the padding."""
     parts = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
     for key, value in metadata.items():
         parts += [text_bytes(key), value_bytes(value)]
@@ -97,27 +97,27 @@ def header_bytes(
 
 def gguf_bytes(
     metadata: Mapping[str, Value],
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, TensorSpec],
     *,
     alignment: int = 32,
     version: int = 3,
 ) -> bytes:
-    """Return a whole file."""
-    found = header_bytes(metadata, tensors, alignment, version)
+    """Return the bytes of a file."""
+    content = header_bytes(metadata, tensors, alignment, version)
     for tensor in tensors.values():
-        found += bytes(-len(found) % alignment) + tensor.content
-    return found + bytes(-len(found) % alignment)
+        content += bytes(-len(content) % alignment) + tensor.content
+    return content + bytes(-len(content) % alignment)
 
 
 def write_gguf(
-    path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, Stored], version: int = 3
+    path: Path, metadata: Mapping[str, Value], tensors: Mapping[str, TensorSpec], version: int = 3
 ) -> Path:
     """Write a file and return its path."""
     path.write_bytes(gguf_bytes(metadata, tensors, version=version))
     return path
 
 
-def opened(path: Path, content: bytes) -> GgufFile:
+def open_bytes(path: Path, content: bytes) -> GgufFile:
     """Open bytes as a file."""
     path.write_bytes(content)
     return GgufFile.open(path)

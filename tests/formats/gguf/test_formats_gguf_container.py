@@ -1,4 +1,4 @@
-"""The container of GGUF: what is read of a right file, and what a hostile or damaged one meets."""
+"""The container of GGUF: right files are read, hostile and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from spd.errors import CheckpointError
 from spd.formats.gguf.block_types import BY_NAME
 from spd.formats.gguf.container import GgufFile
 from tests.formats.gguf.gguf_helpers import (
-    Stored,
-    Typed,
+    TensorSpec,
+    TypedValue,
     Value,
     gguf_bytes,
     header_bytes,
-    opened,
+    open_bytes,
     text_bytes,
     write_gguf,
 )
@@ -33,94 +33,96 @@ METADATA: dict[str, Value] = {
     "llama.rope.freq_base": 10000.0,
     "tokenizer.ggml.add_bos_token": True,
     "tokenizer.ggml.tokens": ["<s>", "ä", ""],
-    "tokenizer.ggml.scores": Typed("f", [0.5, -1.0, 2.0]),
-    "small": Typed("b", -3),
-    "long": Typed("Q", 1 << 60),
-    "double": Typed("d", 0.1),
+    "tokenizer.ggml.scores": TypedValue("f", [0.5, -1.0, 2.0]),
+    "small": TypedValue("b", -3),
+    "long": TypedValue("Q", 1 << 60),
+    "double": TypedValue("d", 0.1),
     "nested": [[1, 2], [3]],
 }
 TENSORS = {
-    "token_embd.weight": Stored("Q4_K", [3, 256], bytes(range(144)) * 3),
-    "output_norm.weight": Stored("F32", [256]),
-    "blk.0.ffn_up_exps.weight": Stored("Q8_0", [2, 3, 64]),
+    "token_embd.weight": TensorSpec("Q4_K", [3, 256], bytes(range(144)) * 3),
+    "output_norm.weight": TensorSpec("F32", [256]),
+    "blk.0.ffn_up_exps.weight": TensorSpec("Q8_0", [2, 3, 64]),
 }
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_file_is_read(tmp_path: Path, version: int) -> None:
-    found = GgufFile.open(write_gguf(tmp_path / "a.gguf", METADATA, TENSORS, version))
-    said = found.metadata
-    assert found.version == version
-    assert said["tokenizer.ggml.tokens"] == ("<s>", "ä", "")
-    assert said["tokenizer.ggml.scores"] == (0.5, -1.0, 2.0)
-    assert said["nested"] == ((1, 2), (3,))
-    assert said["small"] == -3
-    assert said["long"] == 1 << 60
-    assert said["double"] == 0.1
-    assert said["tokenizer.ggml.add_bos_token"] is True
-    assert [*found.tensors] == [*TENSORS]
-    first = found.tensors["token_embd.weight"]
+    file = GgufFile.open(write_gguf(tmp_path / "a.gguf", METADATA, TENSORS, version))
+    metadata = file.metadata
+    assert file.version == version
+    assert metadata["tokenizer.ggml.tokens"] == ("<s>", "ä", "")
+    assert metadata["tokenizer.ggml.scores"] == (0.5, -1.0, 2.0)
+    assert metadata["nested"] == ((1, 2), (3,))
+    assert metadata["small"] == -3
+    assert metadata["long"] == 1 << 60
+    assert metadata["double"] == 0.1
+    assert metadata["tokenizer.ggml.add_bos_token"] is True
+    assert [*file.tensors] == [*TENSORS]
+    first = file.tensors["token_embd.weight"]
     assert (first.type.name, first.shape, first.nbytes) == ("Q4_K", (3, 256), 432)
     data = first.path.read_bytes()[first.offset :][: first.nbytes]
     assert data == bytes(range(144)) * 3
-    stacked = found.tensors["blk.0.ffn_up_exps.weight"]
+    stacked = file.tensors["blk.0.ffn_up_exps.weight"]
     assert (stacked.shape, stacked.nbytes) == ((2, 3, 64), 6 * 68)
 
 
 def test_another_alignment_counts(tmp_path: Path) -> None:
     metadata: dict[str, Value] = {"general.alignment": 128}
-    found = opened(tmp_path / "a.gguf", gguf_bytes(metadata, TENSORS, alignment=128))
-    assert all(tensor.offset % 128 == 0 for tensor in found.tensors.values())
+    file = open_bytes(tmp_path / "a.gguf", gguf_bytes(metadata, TENSORS, alignment=128))
+    assert all(tensor.offset % 128 == 0 for tensor in file.tensors.values())
 
 
 def test_a_vocabulary_larger_than_a_piece_is_read(tmp_path: Path) -> None:
     words = [f"token {number:090d}" for number in range(100_000)]
-    found = opened(tmp_path / "a.gguf", gguf_bytes({"words": words, "behind": 7}, {}))
-    assert found.metadata["words"] == tuple(words)
-    assert found.metadata["behind"] == 7
+    file = open_bytes(tmp_path / "a.gguf", gguf_bytes({"words": words, "behind": 7}, {}))
+    assert file.metadata["words"] == tuple(words)
+    assert file.metadata["behind"] == 7
 
 
-def write_splits(folder: Path, changed: Mapping[str, Value] = MappingProxyType({})) -> list[Path]:
-    """Write a model over files; `changed` are keys of the second one."""
+def write_splits(
+    folder: Path, second_metadata: Mapping[str, Value] = MappingProxyType({})
+) -> list[Path]:
+    """Write a model in three files; second_metadata: keys of the second one."""
     count = 3
     paths = []
     for number in range(count):
         metadata: dict[str, Value] = {
-            "split.no": Typed("H", number),
-            "split.count": Typed("H", count),
-            "split.tensors.count": Typed("i", count),
+            "split.no": TypedValue("H", number),
+            "split.count": TypedValue("H", count),
+            "split.tensors.count": TypedValue("i", count),
         }
         if number == 0:
             metadata["general.architecture"] = "llama"
         if number == 1:
-            metadata |= changed
+            metadata |= second_metadata
         path = folder / f"m-{number + 1:05d}-of-{count:05d}.gguf"
-        paths.append(write_gguf(path, metadata, {f"t{number}": Stored("F32", [8])}))
+        paths.append(write_gguf(path, metadata, {f"t{number}": TensorSpec("F32", [8])}))
     return paths
 
 
-@pytest.mark.parametrize("given", [0, 2])
-def test_splits_are_one_model(tmp_path: Path, given: int) -> None:
+@pytest.mark.parametrize("split", [0, 2])
+def test_splits_are_one_model(tmp_path: Path, split: int) -> None:
     paths = write_splits(tmp_path)
-    found = GgufFile.open(paths[given])
-    assert [*found.tensors] == ["t0", "t1", "t2"]
-    assert [*found.identities] == paths
-    assert found.metadata["general.architecture"] == "llama"
-    assert found.tensors["t2"].path == paths[2]
+    file = GgufFile.open(paths[split])
+    assert [*file.tensors] == ["t0", "t1", "t2"]
+    assert [*file.identities] == paths
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.tensors["t2"].path == paths[2]
 
 
 @pytest.mark.parametrize(
-    ("changed", "why"),
+    ("second_metadata", "message"),
     [
-        ({"split.no": Typed("H", 2)}, "number 2 of 3, not 1 of 3"),
-        ({"split.count": Typed("H", 2)}, "number 1 of 2, not 1 of 3"),
+        ({"split.no": TypedValue("H", 2)}, "number 2 of 3, not 1 of 3"),
+        ({"split.count": TypedValue("H", 2)}, "number 1 of 2, not 1 of 3"),
     ],
 )
 def test_splits_that_disagree_are_refused(
-    tmp_path: Path, changed: dict[str, Value], why: str
+    tmp_path: Path, second_metadata: dict[str, Value], message: str
 ) -> None:
-    paths = write_splits(tmp_path, changed)
-    with pytest.raises(CheckpointError, match=why):
+    paths = write_splits(tmp_path, second_metadata)
+    with pytest.raises(CheckpointError, match=message):
         GgufFile.open(paths[0])
 
 
@@ -148,32 +150,36 @@ def test_tensors_that_no_split_holds_are_missed(tmp_path: Path) -> None:
     metadata: dict[str, Value] = {"split.no": 0, "split.count": 2, "split.tensors.count": 5}
     for number in range(2):
         path = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
-        own = {**metadata, "split.no": number}
-        write_gguf(path, own, {f"t{number}": Stored("F32", [8])})
+        split_metadata = {**metadata, "split.no": number}
+        write_gguf(path, split_metadata, {f"t{number}": TensorSpec("F32", [8])})
     with pytest.raises(CheckpointError, match="is 5, but the files hold 2 tensors"):
         GgufFile.open(path)
 
 
-def tensor_bytes(name: str, sizes: list[int], kind: int, offset: int) -> bytes:
+def tensor_bytes(name: str, sizes: list[int], type_number: int, offset: int) -> bytes:
     """Return the header's entry of a tensor, its sizes innermost first."""
-    parts = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
+    parts = struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, type_number, offset)
     return text_bytes(name) + parts
 
 
 def file_of(tensors: list[bytes], data: int = 256) -> bytes:
-    """Return a file of such entries with so many bytes of tensors."""
+    """Return a file of tensors' entries, with `data` bytes of tensors."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0) + b"".join(tensors)
     return head + bytes(-len(head) % 32) + bytes(data)
 
 
-def key_bytes(kind: int, value: bytes) -> bytes:
+def key_bytes(type_number: int, value: bytes) -> bytes:
     """Return a file of one key `k` with a value of a type."""
     return (
-        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text_bytes("k") + struct.pack("<I", kind) + value
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 0, 1)
+        + text_bytes("k")
+        + struct.pack("<I", type_number)
+        + value
     )
 
 
-TINY = [tensor_bytes("a", [8], 0, 0), tensor_bytes("b", [8], 0, 32)]
+TINY_TENSORS = [tensor_bytes("a", [8], 0, 0), tensor_bytes("b", [8], 0, 32)]
 HOSTILE = {
     "is not a GGUF file": b"PK\x03\x04" + bytes(20),
     "is big-endian": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
@@ -203,10 +209,14 @@ HOSTILE = {
     "type 139, a type of ik": file_of([tensor_bytes("a", [256], 139, 0)]),
     "type 70, which is not known": file_of([tensor_bytes("a", [256], 70, 0)]),
     "100 columns are not whole blocks of 256": file_of([tensor_bytes("a", [100], 12, 0)]),
-    "'a': the name is there twice": file_of([TINY[0], tensor_bytes("a", [8], 0, 32)]),
-    "overlaps the tensor before it": file_of([TINY[0], tensor_bytes("b", [8], 0, 0)]),
-    "'b': its offset 40: leaves a gap of 8": file_of([TINY[0], tensor_bytes("b", [8], 0, 40)]),
-    "'b': its offset 96: leaves a gap of 64": file_of([TINY[0], tensor_bytes("b", [8], 0, 96)]),
+    "'a': the name is there twice": file_of([TINY_TENSORS[0], tensor_bytes("a", [8], 0, 32)]),
+    "overlaps the tensor before it": file_of([TINY_TENSORS[0], tensor_bytes("b", [8], 0, 0)]),
+    "'b': its offset 40: leaves a gap of 8": file_of(
+        [TINY_TENSORS[0], tensor_bytes("b", [8], 0, 40)]
+    ),
+    "'b': its offset 96: leaves a gap of 64": file_of(
+        [TINY_TENSORS[0], tensor_bytes("b", [8], 0, 96)]
+    ),
     "its offset: 18446744073709551584 is": file_of([tensor_bytes("a", [8], 0, (1 << 64) - 32)]),
     "split.count: 0 is not": gguf_bytes({"split.count": 0}, {}),
     "split.count: 'x' is not": gguf_bytes({"split.count": "x"}, {}),
@@ -214,23 +224,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("why", HOSTILE)
-def test_what_is_wrong_is_refused_by_name(tmp_path: Path, why: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}/a.gguf: .*{why}"):
-        opened(tmp_path / "a.gguf", HOSTILE[why])
+@pytest.mark.parametrize("message", HOSTILE)
+def test_wrong_values_are_refused_by_name(tmp_path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/a.gguf: .*{message}"):
+        open_bytes(tmp_path / "a.gguf", HOSTILE[message])
 
 
 def test_tensors_in_another_order_than_their_bytes_are_read(tmp_path: Path) -> None:
-    found = opened(tmp_path / "a.gguf", file_of(TINY[::-1]))
-    assert [*found.tensors] == ["b", "a"]
+    file = open_bytes(tmp_path / "a.gguf", file_of(TINY_TENSORS[::-1]))
+    assert [*file.tensors] == ["b", "a"]
 
 
 def test_a_cut_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
-    whole = gguf_bytes({"general.architecture": "llama", "words": ["a", "b"]}, TENSORS)
+    content = gguf_bytes({"general.architecture": "llama", "words": ["a", "b"]}, TENSORS)
     end = len(header_bytes({}, TENSORS, 32, 3)) + 700
-    for length in [*range(0, end, 7), len(whole) - 100]:
+    for length in [*range(0, end, 7), len(content) - 100]:
         with pytest.raises(CheckpointError, match="is truncated"):
-            opened(tmp_path / "a.gguf", whole[:length])
+            open_bytes(tmp_path / "a.gguf", content[:length])
 
 
 def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path: Path) -> None:
@@ -246,53 +256,57 @@ def test_a_sparse_file_of_a_terabyte_costs_nothing(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
-def mutated(whole: bytes, rng: random.Random, header: int) -> bytes:
-    """Return a file with some of its header's bytes changed, cut out, doubled, or large numbers in it."""
-    data = bytearray(whole)
+def mutate(content: bytes, rng: random.Random, header_length: int) -> bytes:
+    """Return a file whose header has changed, removed or doubled bytes, or large numbers."""
+    data = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 8])):
-        at = rng.randrange(header)
+        position = rng.randrange(header_length)
         action = rng.randrange(5)
         if action == 0:
-            data[at] = rng.randrange(256)
+            data[position] = rng.randrange(256)
         elif action == 1:
-            data[at : at + 8] = struct.pack(
+            data[position : position + 8] = struct.pack(
                 "<Q", rng.choice([0, 1, 1 << 31, 1 << 62, (1 << 64) - 1])
             )
         elif action == 2:
-            data[at : at + 4] = struct.pack("<I", rng.choice([0, 9, 8, 255, 1 << 31]))
+            data[position : position + 4] = struct.pack("<I", rng.choice([0, 9, 8, 255, 1 << 31]))
         elif action == 3:
-            del data[at : at + rng.randrange(1, 64)]
+            del data[position : position + rng.randrange(1, 64)]
         else:
-            data[at:at] = data[at : at + rng.randrange(1, 64)]
+            data[position:position] = data[position : position + rng.randrange(1, 64)]
     return bytes(data)
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_mutated_files_are_refused_or_read(tmp_path: Path, count: int) -> None:
     rng = random.Random(49)
-    whole = gguf_bytes(METADATA, TENSORS)
-    header = len(header_bytes(METADATA, TENSORS, 32, 3))
-    refused = 0
+    content = gguf_bytes(METADATA, TENSORS)
+    header_length = len(header_bytes(METADATA, TENSORS, 32, 3))
+    refusals = 0
     for _ in range(count):
-        data = mutated(whole, rng, header)
+        data = mutate(content, rng, header_length)
         try:
-            found = opened(tmp_path / "a.gguf", data)
+            file = open_bytes(tmp_path / "a.gguf", data)
         except CheckpointError as error:
             assert str(error).startswith(f"{tmp_path}/a.gguf: ")
             assert error.message.isprintable()
-            refused += 1
+            refusals += 1
         else:
-            for tensor in found.tensors.values():
+            for tensor in file.tensors.values():
                 assert tensor.offset + tensor.nbytes <= len(data)
                 assert tensor.nbytes == math.prod(tensor.shape[:-1]) * tensor.type.row_bytes(
                     tensor.shape[-1]
                 )
-    assert refused > count // 3
+    assert refusals > count // 3
 
 
 @pytest.mark.oracle
 def test_blocks_are_as_large_as_gguf_says() -> None:
     gguf = pytest.importorskip("gguf")
     for kind, (elements, nbytes) in gguf.GGML_QUANT_SIZES.items():
-        own = BY_NAME[kind.name]
-        assert (own.number, own.elements, own.nbytes) == (int(kind), elements, nbytes)
+        block_type = BY_NAME[kind.name]
+        assert (block_type.number, block_type.elements, block_type.nbytes) == (
+            int(kind),
+            elements,
+            nbytes,
+        )

@@ -1,4 +1,4 @@
-"""What a GGUF file says, in Hugging Face's words: keys, names, what is cut or joined, what is refused."""
+"""GGUF files as models: keys, names, tensors that are split or joined, files that are refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
 from spd.formats.mtp import find_mtp_source
 from spd.runtime import unused_tensors
-from tests.formats.gguf.gguf_helpers import Stored, Typed, Value, gguf_bytes, header_bytes
-from tests.formats.gguf.test_formats_gguf_container import mutated
+from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, gguf_bytes, header_bytes
+from tests.formats.gguf.test_formats_gguf_container import mutate
 from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors, write_tiny_gguf
 
 SMALL = {"hidden": 32, "inner": 64, "heads": 2, "kv_heads": 1, "layers": 1, "vocab": 32}
@@ -40,26 +40,26 @@ GLM_KEYS: dict[str, Value] = {
 }
 
 
-def written(
+def write_model(
     tmp_path: Path,
     keys: Mapping[str, Value | None],
-    tensors: Mapping[str, Stored | None] | None = None,
+    tensors: Mapping[str, TensorSpec | None] | None = None,
 ) -> ModelFolder:
-    """Write a small Llama with other keys and tensors, None: without it."""
+    """Write a small Llama with other keys and tensors; None removes one."""
     metadata = {**tiny_metadata(**SMALL), **keys}
-    own = {**tiny_tensors("Q8_0", **SMALL), **(tensors or {})}
+    all_tensors = {**tiny_tensors("Q8_0", **SMALL), **(tensors or {})}
     path = tmp_path / "a.gguf"
     path.write_bytes(
         gguf_bytes(
             {key: value for key, value in metadata.items() if value is not None},
-            {name: tensor for name, tensor in own.items() if tensor is not None},
+            {name: tensor for name, tensor in all_tensors.items() if tensor is not None},
         )
     )
     return ModelFolder(path)
 
 
 def test_keys_become_a_configuration(tmp_path: Path) -> None:
-    folder = written(tmp_path, {})
+    folder = write_model(tmp_path, {})
     config = folder.config
     assert config.architecture == "LlamaForCausalLM"
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (32, 1, 32)
@@ -72,54 +72,58 @@ def test_keys_become_a_configuration(tmp_path: Path) -> None:
     assert unused_tensors(config, folder.checkpoint) == []
 
 
-def test_facts_that_tensors_say(tmp_path: Path) -> None:
-    bias = Stored("F32", [32])
-    keys = Stored("F32", [16])
-    found = {"blk.0.attn_q.bias": bias, "blk.0.attn_k.bias": keys, "blk.0.attn_v.bias": keys}
-    config = written(tmp_path, {}, {**found, "output.weight": None}).config
+def test_biases_and_tied_embeddings_follow_from_tensors(tmp_path: Path) -> None:
+    bias = TensorSpec("F32", [32])
+    key_bias = TensorSpec("F32", [16])
+    biases = {
+        "blk.0.attn_q.bias": bias,
+        "blk.0.attn_k.bias": key_bias,
+        "blk.0.attn_v.bias": key_bias,
+    }
+    config = write_model(tmp_path, {}, {**biases, "output.weight": None}).config
     assert config.attention_bias
     assert config.tie_embeddings
 
 
 def test_a_fused_matrix_is_cut(tmp_path: Path) -> None:
-    """As the converter's --fuse-qkv writes it: queries, keys and values below each other."""
-    parts = dict.fromkeys(("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"))
-    fused = {**parts, "blk.0.attn_qkv.weight": Stored("Q8_0", [64, 32])}
-    folder = written(tmp_path, {}, fused)
+    """The converter's --fuse-qkv writes rows of queries, keys and values behind each other."""
+    separate = dict.fromkeys(("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"))
+    fused = {**separate, "blk.0.attn_qkv.weight": TensorSpec("Q8_0", [64, 32])}
+    folder = write_model(tmp_path, {}, fused)
     checkpoint = folder.checkpoint
     assert isinstance(checkpoint, GgufCheckpoint)
     rows = [
         checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"].parts[0] for name in "qkv"
     ]
     assert [part.shape for part in rows] == [(32, 32), (16, 32), (16, 32)]
-    pairs = [checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert [each.changes for each in pairs] == [(PermutedHeads(2),), (PermutedHeads(1),), ()]
+    matrices = [checkpoint.stored[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert [matrix.changes for matrix in matrices] == [(PermutedHeads(2),), (PermutedHeads(1),), ()]
     offsets = [part.offset - rows[0].offset for part in rows]
     assert offsets == [0, 32 * 34, 48 * 34]
     assert unused_tensors(folder.config, folder.checkpoint) == []
 
 
 def test_stacked_experts_are_cut(tmp_path: Path) -> None:
-    """Expert by expert, and as --fuse-gate-up-exps writes them: gates before inputs in each."""
+    """Experts follow each other; --fuse-gate-up-exps writes gates before inputs in each."""
     dense = dict.fromkeys(f"blk.0.ffn_{name}.weight" for name in ("gate", "up", "down"))
     routed = {
         **dense,
-        "blk.0.ffn_gate_inp.weight": Stored("F32", [3, 32]),
-        "blk.0.ffn_gate_up_exps.weight": Stored("Q8_0", [3, 128, 32]),
-        "blk.0.ffn_down_exps.weight": Stored("Q8_0", [3, 32, 64]),
+        "blk.0.ffn_gate_inp.weight": TensorSpec("F32", [3, 32]),
+        "blk.0.ffn_gate_up_exps.weight": TensorSpec("Q8_0", [3, 128, 32]),
+        "blk.0.ffn_down_exps.weight": TensorSpec("Q8_0", [3, 32, 64]),
     }
-    folder = written(tmp_path, {"llama.expert_count": 3, "llama.expert_used_count": 2}, routed)
+    folder = write_model(tmp_path, {"llama.expert_count": 3, "llama.expert_used_count": 2}, routed)
     checkpoint = folder.checkpoint
     assert isinstance(checkpoint, GgufCheckpoint)
     assert folder.config.architecture == "MixtralForCausalLM"
     assert unused_tensors(folder.config, checkpoint) == []
-    whole = folder.gguf.file.tensors if folder.gguf else {}
+    file_tensors = folder.gguf.file.tensors if folder.gguf else {}
     for name, stem, rows, columns in (
         ("gate_up", "gate", 64, 32),
         ("gate_up", "up", 64, 32),
         ("down", "down", 32, 64),
     ):
-        start = whole[f"blk.0.ffn_{name}_exps.weight"].offset
+        start = file_tensors[f"blk.0.ffn_{name}_exps.weight"].offset
         size = rows * columns // 32 * 34
         for expert in range(3):
             part = checkpoint.stored[f"model.layers.0.mlp.experts.{expert}.{stem}_proj.weight"]
@@ -129,8 +133,8 @@ def test_stacked_experts_are_cut(tmp_path: Path) -> None:
 
 
 def test_layers_of_an_mtp_head_stand_behind_the_others(tmp_path: Path) -> None:
-    tensors = {f"blk.1.nextn.{name}.weight": Stored("F32", [32]) for name in ("enorm", "hnorm")}
-    folder = written(
+    tensors = {f"blk.1.nextn.{name}.weight": TensorSpec("F32", [32]) for name in ("enorm", "hnorm")}
+    folder = write_model(
         tmp_path,
         {
             "general.architecture": "glm4moe",
@@ -139,20 +143,20 @@ def test_layers_of_an_mtp_head_stand_behind_the_others(tmp_path: Path) -> None:
         },
         {
             **tensors,
-            "blk.1.nextn.eh_proj.weight": Stored("F32", [32, 64]),
-            "blk.1.attn_norm.weight": Stored("F32", [32]),
+            "blk.1.nextn.eh_proj.weight": TensorSpec("F32", [32, 64]),
+            "blk.1.attn_norm.weight": TensorSpec("F32", [32]),
         },
     )
-    found = folder.checkpoint.tensors
+    stored = folder.checkpoint.tensors
     assert folder.fields.get("num_hidden_layers") == 1
     names = ("enorm", "hnorm", "eh_proj", "input_layernorm")
-    assert {f"model.layers.1.{name}.weight" for name in names} <= found.keys()
-    assert found["model.layers.1.eh_proj.weight"].shape == (32, 64)
+    assert {f"model.layers.1.{name}.weight" for name in names} <= stored.keys()
+    assert stored["model.layers.1.eh_proj.weight"].shape == (32, 64)
 
 
 def test_factors_of_angles_are_read(tmp_path: Path) -> None:
-    factors = Stored("F32", [8], struct.pack("<8f", *[1.0] * 4, *[8.0] * 4))
-    rope = written(tmp_path, {}, {"rope_freqs.weight": factors}).config.rope
+    factors = TensorSpec("F32", [8], struct.pack("<8f", *[1.0] * 4, *[8.0] * 4))
+    rope = write_model(tmp_path, {}, {"rope_freqs.weight": factors}).config.rope
     assert rope.kind == "longrope"
     assert rope.short_factor == (1.0,) * 4 + (8.0,) * 4
 
@@ -166,13 +170,13 @@ def test_float32_reads_as_the_shortest_decimal_that_means_it() -> None:
 
 
 def test_a_file_without_its_ending_is_opened(tmp_path: Path) -> None:
-    """Other programs keep files by their hashes."""
+    """Other programs store files under their hashes."""
     path = write_tiny_gguf(tmp_path / "sha256-0123", "Q8_0", **SMALL)
     assert resolve_model(str(path)) == path
     assert ModelFolder(path).config.hidden_size == 32
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no such file"):
         resolve_model(str(tmp_path / "b.gguf"))
 
@@ -183,7 +187,7 @@ def test_a_folder_of_files_says_which_there_are(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
-REFUSED: list[tuple[dict[str, Value | None], dict[str, Stored | None], str]] = [
+REFUSED: list[tuple[dict[str, Value | None], dict[str, TensorSpec | None], str]] = [
     ({"general.architecture": "mamba"}, {}, "general.architecture: 'mamba' is not supported"),
     ({"general.architecture": None}, {}, "general.architecture: is missing"),
     ({"general.type": "mmproj"}, {}, "general.type: 'mmproj' is not a model"),
@@ -192,30 +196,34 @@ REFUSED: list[tuple[dict[str, Value | None], dict[str, Stored | None], str]] = [
     ({"llama.block_count": 1 << 30}, {}, "llama.block_count: 1073741824 is not"),
     ({"llama.context_length": None}, {}, "max_position_embeddings: is missing"),
     ({}, {"token_embd.weight": None}, "tensor 'token_embd.weight': is missing"),
-    ({}, {"blk.0.attn_qkv.weight": Stored("F32", [7, 32])}, "7 rows are not 32 \\+ 16 \\+ 16"),
+    ({}, {"blk.0.attn_qkv.weight": TensorSpec("F32", [7, 32])}, "7 rows are not 32 \\+ 16 \\+ 16"),
     (
         {},
-        {"blk.0.ffn_up_exps.weight": Stored("F32", [32])},
+        {"blk.0.ffn_up_exps.weight": TensorSpec("F32", [32])},
         "shape \\[32\\] does not stack up to 16,384 experts",
     ),
-    ({}, {"rope_freqs.weight": Stored("F16", [8])}, "F16 \\[8\\] is not a list of up to 512 F32"),
     (
         {},
-        {"blk.0.attn_qkv.weight": Stored("F32", [64, 32])},
+        {"rope_freqs.weight": TensorSpec("F16", [8])},
+        "F16 \\[8\\] is not a list of up to 512 F32",
+    ),
+    (
+        {},
+        {"blk.0.attn_qkv.weight": TensorSpec("F32", [64, 32])},
         "tensor 'blk.0.attn_q",
     ),
 ]
 
 
-@pytest.mark.parametrize(("keys", "tensors", "why"), REFUSED)
-def test_what_is_wrong_is_refused_by_name(
+@pytest.mark.parametrize(("keys", "tensors", "message"), REFUSED)
+def test_wrong_values_are_refused_by_name(
     tmp_path: Path,
     keys: dict[str, Value | None],
-    tensors: dict[str, Stored | None],
-    why: str,
+    tensors: dict[str, TensorSpec | None],
+    message: str,
 ) -> None:
-    folder = written(tmp_path, keys, tensors)
-    with pytest.raises(SpdError, match=why) as caught:
+    folder = write_model(tmp_path, keys, tensors)
+    with pytest.raises(SpdError, match=message) as caught:
         unused_tensors(folder.config, folder.checkpoint)
     assert str(tmp_path) in str(caught.value)
 
@@ -233,15 +241,15 @@ def test_what_is_wrong_is_refused_by_name(
 def test_parts_that_do_not_fit_are_refused(
     tmp_path: Path, name: str, shapes: dict[str, list[int]]
 ) -> None:
-    parts = {f"blk.0.{stem}.weight": Stored("F32", shape) for stem, shape in shapes.items()}
+    parts = {f"blk.0.{stem}.weight": TensorSpec("F32", shape) for stem, shape in shapes.items()}
     keys = {f"{name}.{key}": value for key, value in GLM_KEYS.items()}
-    folder = written(tmp_path, {"general.architecture": name, **keys}, parts)
+    folder = write_model(tmp_path, {"general.architecture": name, **keys}, parts)
     with pytest.raises(CheckpointError, match=r"does not fit|are not those of"):
         folder.checkpoint  # noqa: B018
 
 
-def test_what_is_missing_is_listed(tmp_path: Path) -> None:
-    folder = written(tmp_path, {}, {"blk.0.attn_q.weight": None})
+def test_missing_tensors_are_listed(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, {}, {"blk.0.attn_q.weight": None})
     with pytest.raises(
         CheckpointError, match=r"1 missing; first: 'model\.layers\.0\.self_attn\.q_proj"
     ):
@@ -249,15 +257,15 @@ def test_what_is_missing_is_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["v.blk.0.attn_q.weight", "mm.0.weight", "blk.7.attn_q.weight"])
-def test_what_sees_is_noted(tmp_path: Path, name: str) -> None:
-    folder = written(tmp_path, {}, {name: Stored("F32", [4])})
+def test_tensors_of_images_and_mtp_layers_are_noted(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path, {}, {name: TensorSpec("F32", [4])})
     assert folder.checkpoint.notes == (f"not used: {name!r}",)
 
 
 @pytest.mark.parametrize("name", ["blk.0.strange.weight", "strange", "blk.0.ffn_up_shexp.weight"])
 def test_tensors_of_another_model_are_refused(tmp_path: Path, name: str) -> None:
-    """One architecture's name covers several classes: what is not used would be missed."""
-    folder = written(tmp_path, {}, {name: Stored("F32", [64, 32])})
+    """One architecture's name covers several classes: an unused tensor would be missing."""
+    folder = write_model(tmp_path, {}, {name: TensorSpec("F32", [64, 32])})
     with pytest.raises(CheckpointError, match="is not known in "):
         unused_tensors(folder.config, folder.checkpoint)
 
@@ -265,7 +273,7 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path, name: str) -> None
 def test_glm_that_sees_images_is_refused(tmp_path: Path) -> None:
     """Its converter orders the rows of queries and keys in another way."""
     keys = {f"glm4.{key}": value for key, value in GLM_KEYS.items()}
-    folder = written(
+    folder = write_model(
         tmp_path, {"general.architecture": "glm4", **keys, "glm4.rope.dimension_sections": [1, 1]}
     )
     with pytest.raises(CheckpointError, match="sees images is not supported"):
@@ -274,12 +282,12 @@ def test_glm_that_sees_images_is_refused(tmp_path: Path) -> None:
 
 def test_experts_without_number_cost_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
-    tensors = {"token_embd.weight": Stored("F32", [1, 32])}
-    many = {**tensors, "blk.0.ffn_up_exps.weight": Stored("F32", [1, 1, 1])}
-    head = header_bytes(tiny_metadata(**SMALL), many, 32, 3)
-    one = (1).to_bytes(8, "little") * 3
-    assert head.count(one) == 1
-    head = head.replace(one, one[:16] + (1 << 30).to_bytes(8, "little"))
+    tensors = {"token_embd.weight": TensorSpec("F32", [1, 32])}
+    with_experts = {**tensors, "blk.0.ffn_up_exps.weight": TensorSpec("F32", [1, 1, 1])}
+    head = header_bytes(tiny_metadata(**SMALL), with_experts, 32, 3)
+    dimensions = (1).to_bytes(8, "little") * 3
+    assert head.count(dimensions) == 1
+    head = head.replace(dimensions, dimensions[:16] + (1 << 30).to_bytes(8, "little"))
     path.write_bytes(head + bytes(-len(head) % 32) + bytes(128))
     os.truncate(path, 5 << 30)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -318,13 +326,13 @@ def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_architecture_is_of_a_class_that_is_served() -> None:
-    for row in ARCHITECTURES.values():
-        for model in (row.model_class, *row.variants.values()):
+    for architecture in ARCHITECTURES.values():
+        for model in (architecture.model_class, *architecture.variants.values()):
             assert f"{model}ForCausalLM" in SUPPORTED_ARCHITECTURES
 
 
-def opened_or_refused(path: Path) -> bool:
-    """Open a file as a model; return whether it was refused, in one printable line that names the file."""
+def is_refused(path: Path) -> bool:
+    """True if a file is refused as a model, in one printable line with its name."""
     folder = ModelFolder(path)
     try:
         unused_tensors(folder.config, folder.checkpoint)
@@ -342,47 +350,62 @@ def test_mutated_models_are_refused_or_opened(tmp_path: Path, count: int) -> Non
     draw = random.Random(50)
     metadata = tiny_metadata(**SMALL)
     tensors = tiny_tensors("Q8_0", **SMALL)
-    whole = gguf_bytes(metadata, tensors)
-    header = len(header_bytes(metadata, tensors, 32, 3))
+    content = gguf_bytes(metadata, tensors)
+    header_length = len(header_bytes(metadata, tensors, 32, 3))
     path = tmp_path / "a.gguf"
-    refused = 0
+    refusals = 0
     for _ in range(count):
-        path.write_bytes(mutated(whole, draw, header))
-        refused += opened_or_refused(path)
-    assert refused > count // 3
+        path.write_bytes(mutate(content, draw, header_length))
+        refusals += is_refused(path)
+    assert refusals > count // 3
 
 
 def random_value(draw: random.Random) -> Value:
     """Return a value of any type, mostly a small number."""
     numbers: list[Value] = [draw.randrange(1, 9), 32, 64, 2, 0, 1 << 31, 16]
-    others: list[Value] = [
-        Typed("f", draw.choice([1e-5, 0.0, math.nan, math.inf, -1.0, 1e30])),
+    other_values: list[Value] = [
+        TypedValue("f", draw.choice([1e-5, 0.0, math.nan, math.inf, -1.0, 1e30])),
         [draw.randrange(3) for _ in range(draw.randrange(5))],
         (True, False),
         "text",
-        Typed("q", -1),
+        TypedValue("q", -1),
         True,
     ]
-    return draw.choice(numbers * 3 + others)
+    return draw.choice(numbers * 3 + other_values)
 
 
 def random_file(draw: random.Random, name: str) -> bytes:
     """Return a file of an architecture with any of its keys and tensors, of small shapes."""
-    row = ARCHITECTURES[name]
+    architecture = ARCHITECTURES[name]
     metadata: dict[str, Value] = {"general.architecture": name}
-    for key in [*KEYS, *row.keys, "rope.dimension_count", "ssm.inner_size", "rope.scaling.type"]:
+    for key in [
+        *KEYS,
+        *architecture.keys,
+        "rope.dimension_count",
+        "ssm.inner_size",
+        "rope.scaling.type",
+    ]:
         if draw.random() < 0.9:
             metadata[f"{name}.{key}"] = random_value(draw)
-    names = [*OUTER_NAMES, *row.outer_names, "rope_freqs"]
-    joined = (part.rpartition(".")[0] for each in row.joined_tensors for part in each.parts)
-    stems = [*LAYER_NAMES, *row.names, *joined, *(row.mtp.outer if row.mtp else ())]
+    names = [*OUTER_NAMES, *architecture.outer_names, "rope_freqs"]
+    joined = (
+        part.rpartition(".")[0]
+        for joined_tensor in architecture.joined_tensors
+        for part in joined_tensor.parts
+    )
+    stems = [
+        *LAYER_NAMES,
+        *architecture.names,
+        *joined,
+        *(architecture.mtp.outer if architecture.mtp else ()),
+    ]
     names += [f"blk.{draw.randrange(3)}.{stem}" for stem in stems]
-    tensors: dict[str, Stored] = {"token_embd.weight": Stored("F32", [4, 32])}
+    tensors: dict[str, TensorSpec] = {"token_embd.weight": TensorSpec("F32", [4, 32])}
     for stem in names:
         shape = [draw.choice([1, 2, 4, 32]) for _ in range(draw.choice([1, 2, 2, 3]))]
         ending = "" if re.search(r"\.(weight|bias|scale)$", stem) else draw.choice([".weight", ""])
         if draw.random() < 0.8:
-            tensors.setdefault(f"{stem}{ending}", Stored("F32", shape))
+            tensors.setdefault(f"{stem}{ending}", TensorSpec("F32", shape))
     return gguf_bytes(metadata, tensors)
 
 
@@ -395,4 +418,4 @@ def test_random_files_of_every_architecture_are_refused(
     path = tmp_path / "a.gguf"
     for _ in range(count):
         path.write_bytes(random_file(draw, name))
-        opened_or_refused(path)
+        is_refused(path)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: ids as the model's own `tokenizer.json` gives, ends of turns, hostile files."""
+"""Tokenizers of GGUF files: ids equal to those of `tokenizer.json`, ends of turns, hostile files."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ needs_published = pytest.mark.skipif(
 
 
 def byte_level(
-    *more: tuple[str, int], merges: tuple[str, ...] = (), pre: str = "gpt-2", **keys: GgufValue
+    *added: tuple[str, int], merges: tuple[str, ...] = (), pre: str = "gpt-2", **keys: GgufValue
 ) -> dict[str, GgufValue]:
-    """Metadata of a byte-level vocabulary: the bytes, what merges make, and more tokens of any kind."""
-    made = [(merge.replace(" ", ""), NORMAL) for merge in merges]
-    tokens = [*((letter, NORMAL) for letter in ALPHABET), *made, *more]
+    """Return metadata of a byte-level vocabulary: bytes, merged tokens, and added ones of any type."""
+    merged = [(merge.replace(" ", ""), NORMAL) for merge in merges]
+    tokens = [*((letter, NORMAL) for letter in ALPHABET), *merged, *added]
     return {
         "general.architecture": "llama",
         "tokenizer.ggml.model": "gpt2",
@@ -61,7 +61,7 @@ def byte_level(
 
 
 def sentence_piece(*pieces: tuple[str, float, int], **keys: GgufValue) -> dict[str, GgufValue]:
-    """Metadata of a SentencePiece vocabulary: unknown, begin, end, the bytes, then pieces."""
+    """Return metadata of a SentencePiece vocabulary: unknown, begin, end, the bytes, then pieces."""
     tokens = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     tokens += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
     tokens += pieces
@@ -75,21 +75,21 @@ def sentence_piece(*pieces: tuple[str, float, int], **keys: GgufValue) -> dict[s
     }
 
 
-def opened(metadata: dict[str, GgufValue]) -> Tokenizer:
+def tokenizer_of(metadata: dict[str, GgufValue]) -> Tokenizer:
     return open_tokenizer(file_of(metadata))
 
 
 def texts_of(metadata: dict[str, GgufValue], text: str, *, special: bool = False) -> list[str]:
-    """Encode a text, and return the tokens as the file writes them."""
+    """Encode a text, and return the tokens as they are in the file."""
     tokens = metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, tuple)
-    ids = opened(metadata).encode(text, parse_special=special)
+    ids = tokenizer_of(metadata).encode(text, parse_special=special)
     return [str(tokens[number]) for number in ids]
 
 
 # How words are cut
 
-CUT = {
+CUT_WORDS = {
     "gpt-2": ["I", "'m", " at", "  ", " 12345", "!?", "\n", "\n", "x"],
     "smollm": ["I", "'m", " at", "   ", *"12345", "!?", "\n", "\n", "x"],
     "llama-bpe": ["I", "'m", " at", "  ", " ", "123", "45", "!?\n\n", "x"],
@@ -103,47 +103,50 @@ CUT = {
     "falcon": ["I", "'", "m", " at", "  ", " ", "123", "45", "!?", "\n", "\n", "x"],
     "tiny_aya": ["I'm", " at", "   ", "12", "345", "!?\n\n", "x"],
 }
-"""The same text, by one name of each rule that cuts it otherwise."""
+"""Words of the same text, by a name of each rule that cuts it in another way."""
 
 
-def cut(name: str, text: str) -> list[str]:
-    rule = PRE_TOKENIZERS[name]
-    steps = {"type": "Sequence", "pretokenizers": list(rule.steps)}
+def cut_words(name: str, text: str) -> list[str]:
+    pre_tokenizer = PRE_TOKENIZERS[name]
+    steps = {"type": "Sequence", "pretokenizers": list(pre_tokenizer.steps)}
     empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
     library = tokenizers.Tokenizer.from_str(json.dumps({**empty, "pre_tokenizer": steps}))
     pieces = library.pre_tokenizer.pre_tokenize_str(text)
     return [text[start:end] for _, (start, end) in pieces]
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", CUT_WORDS)
 def test_words_are_cut_by_the_named_rule(name: str) -> None:
-    assert cut(name, "I'm at   12345!?\n\nx") == CUT[name]
+    assert cut_words(name, "I'm at   12345!?\n\nx") == CUT_WORDS[name]
 
 
 def test_marks_capitals_and_scripts_are_cut_as_their_models_do() -> None:
-    assert cut("qwen35", "नमस्ते x") == ["नमस्ते", " x"]
-    assert cut("qwen2", "नम्") == ["नम", "्"]
-    assert cut("gpt-4o", "fooBarBAZ") == ["foo", "Bar", "BAZ"]
-    assert cut("tekken", "fooBar's") == ["foo", "Bar", "'s"]
-    assert cut("kimi-k2", "ab你好cd") == ["ab", "你好", "cd"]
-    assert cut("deepseek-v3", "你好abc") == ["你好", "abc"]
-    assert cut("youtu", "한국abc12") == ["한국", "abc", "1", "2"]
+    assert cut_words("qwen35", "नमस्ते x") == ["नमस्ते", " x"]
+    assert cut_words("qwen2", "नम्") == ["नम", "्"]
+    assert cut_words("gpt-4o", "fooBarBAZ") == ["foo", "Bar", "BAZ"]
+    assert cut_words("tekken", "fooBar's") == ["foo", "Bar", "'s"]
+    assert cut_words("kimi-k2", "ab你好cd") == ["ab", "你好", "cd"]
+    assert cut_words("deepseek-v3", "你好abc") == ["你好", "abc"]
+    assert cut_words("youtu", "한국abc12") == ["한국", "abc", "1", "2"]
 
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_every_rule_keeps_every_byte(name: str) -> None:
-    tokenizer = opened(byte_level(pre=name))
+    tokenizer = tokenizer_of(byte_level(pre=name))
     for text in random_texts(40, ()):
-        whole = tokenizer.decode_bytes(tokenizer.encode(text)).decode()
-        assert whole == text or whole == unicodedata.normalize("NFC", text)
+        decoded = tokenizer.decode_bytes(tokenizer.encode(text)).decode()
+        assert decoded == text or decoded == unicodedata.normalize("NFC", text)
 
 
 def test_a_file_without_a_rule_has_its_architectures_or_is_refused() -> None:
     assert pre_tokenizer_of("default", "qwen3") == PRE_TOKENIZERS["qwen2"]
     assert pre_tokenizer_of("", "gptoss") == PRE_TOKENIZERS["gpt-4o"]
-    for name, words in (("default", "would be guessed"), ("mystery", "'mystery' is not supported")):
-        with pytest.raises(CheckpointError, match=words):
-            opened(byte_level(pre=name))
+    for name, message in (
+        ("default", "would be guessed"),
+        ("mystery", "'mystery' is not supported"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            tokenizer_of(byte_level(pre=name))
 
 
 def test_a_word_that_is_a_token_is_taken_whole_where_merges_do_not_count() -> None:
@@ -153,7 +156,7 @@ def test_a_word_that_is_a_token_is_taken_whole_where_merges_do_not_count() -> No
 
 def test_text_is_composed_where_the_model_does_so() -> None:
     for pre, expected in (("qwen2", "\u00e9"), ("llama-bpe", "e\u0301")):
-        tokenizer = opened(byte_level(pre=pre))
+        tokenizer = tokenizer_of(byte_level(pre=pre))
         assert tokenizer.decode_bytes(tokenizer.encode("e\u0301")).decode() == expected
 
 
@@ -179,7 +182,7 @@ def test_the_highest_score_merges_first() -> None:
 def test_what_no_token_spells_becomes_bytes() -> None:
     metadata = sentence_piece(*PIECES, add_space_prefix=False)
     assert texts_of(metadata, "a\u00e9\n") == ["a", "<0xC3>", "<0xA9>", "<0x0A>"]
-    tokenizer = opened(metadata)
+    tokenizer = tokenizer_of(metadata)
     assert tokenizer.decode_bytes(tokenizer.encode("a\u00e9 \n")) == "a\u00e9 \n".encode()
 
 
@@ -187,18 +190,20 @@ def test_a_text_begins_with_a_blank_unless_the_file_says_otherwise() -> None:
     first = sentence_piece(*PIECES)
     assert texts_of(first, "a b") == ["\u2581", "a", "\u2581", "b"]
     assert texts_of(first, "a</s>b", special=True) == ["\u2581", "a", "</s>", "\u2581", "b"]
-    assert opened(first).decode(opened(first).encode("a b")) == "a b"
+    assert tokenizer_of(first).decode(tokenizer_of(first).encode("a b")) == "a b"
     plain = sentence_piece(*PIECES, add_space_prefix=False)
     assert texts_of(plain, "a b") == ["a", "\u2581", "b"]
-    assert opened(plain).decode(opened(plain).encode(" a b")) == " a b"
+    assert tokenizer_of(plain).decode(tokenizer_of(plain).encode(" a b")) == " a b"
 
 
-RUNS = {length: ("\u2581" * length, -1e9, NORMAL) for length in (2, 3, 4)}
+BLANK_RUNS = {length: ("\u2581" * length, -1e9, NORMAL) for length in (2, 3, 4)}
 
 
 def test_merges_of_one_score_are_ordered_as_the_models_converter_did() -> None:
-    """Five blanks: by ids pairs grow into four and one; runs that are added tokens grow from the left."""
-    by_ids = sentence_piece(*PIECES, RUNS[2], RUNS[4], RUNS[3], add_space_prefix=False)
+    """By ids, five blanks become four and one; runs that are added tokens grow from the left."""
+    by_ids = sentence_piece(
+        *PIECES, BLANK_RUNS[2], BLANK_RUNS[4], BLANK_RUNS[3], add_space_prefix=False
+    )
     assert texts_of(by_ids, 5 * " ") == [4 * "\u2581", "\u2581"]
     added = [(length * " ", -1000.0, USER_DEFINED) for length in (2, 3)]
     from_left = sentence_piece(*PIECES, *added, add_space_prefix=False)
@@ -207,17 +212,17 @@ def test_merges_of_one_score_are_ordered_as_the_models_converter_did() -> None:
 
 
 def test_runs_that_are_added_tokens_merge_before_all_others() -> None:
-    """Their own score, the highest, is not in the file."""
+    """Their score, the highest, is not in the file."""
     pieces = [*PIECES, ("\u2581a", -5.0, NORMAL), ("  ", -1000.0, USER_DEFINED)]
     assert texts_of(sentence_piece(*pieces, add_space_prefix=False), "  a") == ["  ", "a"]
 
 
-LONG = 10**9
-"""Characters: so many texts are merged without the library's list of merges; -1 is none."""
+NO_LIMIT = 10**9
+"""Characters that are merged without the library's list of merges; -1 is none."""
 
 
 def random_pieces(draw: random.Random) -> list[tuple[str, float, int]]:
-    """Pieces of few letters, many of one score, some of them added tokens or not to be had."""
+    """Return pieces of few letters, many of one score, some of them added or unused tokens."""
     texts = {"".join(draw.choices("\u2581ab", k=draw.randint(2, 6))) for _ in range(40)}
     scores = [0.0, -1.0, -1.0, -2.0, -3.5, -1e9]
     kinds = [NORMAL, NORMAL, NORMAL, NORMAL, CONTROL, UNUSED]
@@ -230,33 +235,35 @@ def random_pieces(draw: random.Random) -> list[tuple[str, float, int]]:
 
 
 def test_few_texts_are_merged_as_the_library_merges_all() -> None:
-    """The library's list takes long to make; until it is wanted, the same order merges neighbours."""
+    """The library's list takes long to build; before, neighbours are merged in the same order."""
     draw = random.Random(3)
     for _ in range(60):
         file = file_of(sentence_piece(*random_pieces(draw), add_space_prefix=draw.random() < 0.5))
-        quick, whole = (open_tokenizer(file, max_merged_characters=few) for few in (LONG, -1))
+        quick, full = (
+            open_tokenizer(file, max_merged_characters=limit) for limit in (NO_LIMIT, -1)
+        )
         for _ in range(20):
             text = "".join(draw.choices(["a", "b", " ", "\u2581", "\u00e9", "</s>"], k=12))
             for special in (False, True):
-                expected = whole.encode(text, parse_special=special)
+                expected = full.encode(text, parse_special=special)
                 assert quick.encode(text, parse_special=special) == expected, ascii(text)
 
 
 def test_after_some_text_the_library_has_all_merges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its list is made once, when there were more characters than `max_merged_characters`."""
-    made: list[int] = []
-    whole = module._merges_of_scores
+    """Its list is built once, after more than `max_merged_characters` characters."""
+    calls: list[int] = []
+    merges_of_scores = module._merges_of_scores
 
     def counted(*parts: Any) -> list[tuple[str, str]]:
-        made.append(1)
-        return whole(*parts)
+        calls.append(1)
+        return merges_of_scores(*parts)
 
     monkeypatch.setattr(module, "_merges_of_scores", counted)
     file = file_of(sentence_piece(*PIECES, ("ab", -1.0, NORMAL), add_space_prefix=False))
     tokenizer = open_tokenizer(file, max_merged_characters=4)
-    for so_far in (0, 0, 1, 1):
+    for expected_calls in (0, 0, 1, 1):
         assert tokenizer.encode("ab") == [tokenizer.token_to_id("ab")]
-        assert len(made) == so_far
+        assert len(calls) == expected_calls
 
 
 def test_phi3_takes_blanks_behind_added_tokens() -> None:
@@ -279,7 +286,7 @@ def test_plain_text_spells_added_words_and_no_control_token() -> None:
 def test_places_without_a_token_are_no_tokens() -> None:
     metadata = byte_level(("[PAD256]", UNUSED), ("x", CONTROL), ("[PAD258]", UNUSED))
     metadata["tokenizer.ggml.tokens"] = (*ALPHABET, "[PAD256]", "<|x|>", "[PAD258]")
-    tokenizer = opened(metadata)
+    tokenizer = tokenizer_of(metadata)
     assert tokenizer.vocab_size == 258 and tokenizer.token_to_id("[PAD256]") is None
     assert tokenizer.token_bytes(256) == b""
 
@@ -287,7 +294,7 @@ def test_places_without_a_token_are_no_tokens() -> None:
 def test_an_ordinary_word_is_no_padding_token() -> None:
     """Converters write the id 0 where a model has none."""
     metadata = byte_level(("<s>", CONTROL), padding_token_id=0, bos_token_id=256)
-    tokenizer = opened(metadata)
+    tokenizer = tokenizer_of(metadata)
     assert tokenizer.encode(ALPHABET[0]) == [0] and tokenizer.bos_id == 256
 
 
@@ -305,12 +312,12 @@ def test_bos_stands_before_a_text_where_file_or_rule_say_so(
 ) -> None:
     metadata = byte_level(("<s>", CONTROL), pre=pre, bos_token_id=256)
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    ids = opened(metadata).encode("a", add_special=True)
+    ids = tokenizer_of(metadata).encode("a", add_special=True)
     assert ids == [256] * begins + [ALPHABET.index("a")]
 
 
 def test_sentence_piece_files_need_no_ids_of_roles() -> None:
-    tokenizer = opened(sentence_piece(*PIECES))
+    tokenizer = tokenizer_of(sentence_piece(*PIECES))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.encode("a", add_special=True)[0] == 1
 
@@ -338,8 +345,8 @@ def test_turns_end_at_the_tokens_that_llama_cpp_picks(
 ) -> None:
     metadata = byte_level(*tokens.items())
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    found = Vocabulary.of(file_of(metadata)).end_ids
-    assert sorted(found) == [256 + number for number in ends]
+    end_ids = Vocabulary.of(file_of(metadata)).end_ids
+    assert sorted(end_ids) == [256 + number for number in ends]
 
 
 def test_the_ends_that_a_file_names_come_first() -> None:
@@ -371,9 +378,9 @@ def test_templates_and_special_words_are_the_files() -> None:
     metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
     metadata["tokenizer.chat_template.tool_use"] = "tools: {{ tools | length }}"
     template = template_of(metadata)
-    asked = [{"role": "user", "content": "Hi"}]
-    assert template.render(asked) == "<s>Hi"
-    assert template.render(asked, tools=[{}, {}]) == "tools: 2"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert template.render(messages) == "<s>Hi"
+    assert template.render(messages, tools=[{}, {}]) == "tools: 2"
 
 
 @pytest.mark.parametrize("bomb", ["{% for i in range(10**9) %}x{% endfor %}", "{{ ''.__class__ }}"])
@@ -387,18 +394,18 @@ def test_a_hostile_template_is_an_error(bomb: str) -> None:
 
 def test_a_template_beyond_its_limit_is_refused() -> None:
     metadata = byte_level()
-    for value, words in ((1_000_001 * "x", "more than 1,000,000"), (7, "7 is not a string")):
+    for value, message in ((1_000_001 * "x", "more than 1,000,000"), (7, "7 is not a string")):
         metadata["tokenizer.chat_template"] = value
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=message):
             read_template(file_of(metadata), TokenizerConfig({}, (), None, None, None))
 
 
 def test_sampling_is_as_the_file_says() -> None:
     metadata = byte_level()
     metadata |= {"general.sampling.temp": 0.6000000238418579, "general.sampling.top_k": 20}
-    found = read_sampling(file_of(metadata), (3, 5))
-    assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, None)
-    assert found.eos_token_ids == (3, 5)
+    sampling = read_sampling(file_of(metadata), (3, 5))
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, None)
+    assert sampling.eos_token_ids == (3, 5)
     metadata["general.sampling.top_p"] = float("nan")
     with pytest.raises(CheckpointError, match=r"general\.sampling\.top_p: NaN is not a number"):
         read_sampling(file_of(metadata), ())
@@ -443,10 +450,10 @@ HOSTILE: dict[str, tuple[dict[str, GgufValue], str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_wrong_values_are_refused_by_key(name: str) -> None:
-    change, words = HOSTILE[name]
-    metadata = {**byte_level(("<s>", CONTROL), merges=("a b", "ab c")), **change}
-    with pytest.raises(CheckpointError, match=words) as refusal:
-        opened(metadata)
+    wrong_metadata, message = HOSTILE[name]
+    metadata = {**byte_level(("<s>", CONTROL), merges=("a b", "ab c")), **wrong_metadata}
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        tokenizer_of(metadata)
     assert "\n" not in refusal.value.message and "tokenizer.ggml." in refusal.value.message
 
 
@@ -454,13 +461,13 @@ def test_a_token_twice_is_refused_and_a_place_without_text_is_not() -> None:
     metadata = byte_level()
     metadata["tokenizer.ggml.tokens"] = ("a", "a", *ALPHABET[2:])
     with pytest.raises(CheckpointError, match="a token is there twice"):
-        opened(metadata)
+        tokenizer_of(metadata)
     metadata["tokenizer.ggml.tokens"] = ("", "", *ALPHABET[2:])
-    assert opened(metadata).token_bytes(0) == b""
+    assert tokenizer_of(metadata).token_bytes(0) == b""
 
 
 @pytest.mark.parametrize(
-    ("pieces", "words"),
+    ("pieces", "message"),
     [
         ([(1025 * "a", -1.0, NORMAL)], "more than 1024 characters"),
         ([(n * "a", -float(n), NORMAL) for n in range(1, 600)], "merges of over 32,000,000"),
@@ -469,17 +476,17 @@ def test_a_token_twice_is_refused_and_a_place_without_text_is_not() -> None:
     ],
 )
 def test_vocabularies_as_bombs_are_refused(
-    pieces: list[tuple[str, float, int]], words: str
+    pieces: list[tuple[str, float, int]], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        opened(sentence_piece(*pieces))
+    with pytest.raises(CheckpointError, match=message):
+        tokenizer_of(sentence_piece(*pieces))
 
 
 # Published vocabularies
 
 
-def vectors(path: Path) -> list[tuple[str, list[int]]]:
-    """Texts and ids that llama.cpp keeps beside a vocabulary."""
+def llama_cpp_vectors(path: Path) -> list[tuple[str, list[int]]]:
+    """Return the texts and ids that llama.cpp publishes with a vocabulary."""
     texts = path.with_name(f"{path.name}.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")
     lines = path.with_name(f"{path.name}.out").read_text("utf-8").split("\n")
     return [
@@ -490,14 +497,14 @@ def vectors(path: Path) -> list[tuple[str, list[int]]]:
 
 @needs_published
 @pytest.mark.parametrize("path", sorted(Path(PUBLISHED or ".").glob("ggml-vocab-*.gguf.inp")))
-def test_vectors_of_llama_cpp(path: Path) -> None:
-    """Qwen3.5's own tokenizer composes characters first; llama.cpp does not, in three of the vectors."""
+def test_ids_equal_llama_cpps_vectors(path: Path) -> None:
+    """Qwen3.5's tokenizer composes characters first; llama.cpp does not, in three of the vectors."""
     file = GgufFile.open(path.with_suffix(""))
     if file.metadata["tokenizer.ggml.model"] in ("bert", "t5"):
         pytest.skip("not a kind of vocabulary that is supported")
     tokenizer = open_tokenizer(file)
     composes = file.metadata.get("tokenizer.ggml.pre") == "qwen35"
-    for text, ids in vectors(path.with_suffix("")):
+    for text, ids in llama_cpp_vectors(path.with_suffix("")):
         if not composes or unicodedata.is_normalized("NFC", text):
             assert tokenizer.encode(text) == ids, ascii(text)
 
@@ -512,7 +519,7 @@ JSON_FILES = {
     "llama3_1": "llama-bpe",
     "qwen3": "qwen2",
 }
-"""Folders that hold a `tokenizer.json`, and the rule that llama.cpp's converter names for it."""
+"""Folders with a `tokenizer.json`, and the rule that llama.cpp's converter names for it."""
 
 
 @needs_published
@@ -522,13 +529,15 @@ def test_ids_equal_those_of_the_models_own_file(name: str) -> None:
     file = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
     library = tokenizers.Tokenizer.from_str(json.dumps(file))
-    own = file_of(metadata_of(file, JSON_FILES[name], config))
-    quick, whole = (open_tokenizer(own, max_merged_characters=few) for few in (LONG, -1))
+    gguf_file = file_of(metadata_of(file, JSON_FILES[name], config))
+    quick, full = (
+        open_tokenizer(gguf_file, max_merged_characters=limit) for limit in (NO_LIMIT, -1)
+    )
     names = [token["content"] for token in file["added_tokens"]][:300]
     for text in random_texts(20_000, names):
         expected = library.encode(text, add_special_tokens=False).ids
         assert quick.encode(text, parse_special=True) == expected, ascii(text)
-        assert whole.encode(text, parse_special=True) == expected, ascii(text)
+        assert full.encode(text, parse_special=True) == expected, ascii(text)
 
 
 PUBLISHED_PAIRS = {
@@ -542,7 +551,7 @@ PUBLISHED_PAIRS = {
 @needs_published
 @pytest.mark.parametrize("name", PUBLISHED_PAIRS)
 def test_ids_of_a_published_file_equal_those_of_the_models_own(name: str) -> None:
-    """A newer `tokenizer.json` may have more added tokens: only those of both are written."""
+    """A newer `tokenizer.json` may have more added tokens: only those of both are encoded."""
     if not Path(PUBLISHED, name).exists():
         pytest.skip(f"{name} is not there")
     tokenizer = open_tokenizer(GgufFile.open(Path(PUBLISHED, name)))
