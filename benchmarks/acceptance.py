@@ -21,11 +21,11 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drafters import drafters
+from benchmarks.drafters import drafters, engine_config
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import ratio_of_sums
 from spd.formats.demo import demo_draft_folder, demo_folder
-from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
+from spd.runtime import Engine, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.request import derived_seed
 from spd.runtime.lab.load import Pass, per_position, run_pass
 from spd.runtime.lab.prompt_set import (
@@ -190,12 +190,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return one row a temperature, of one engine."""
     longest = max(len(question.ids) for question in prompts)
-    drafting_options = {
-        **drafters(demo_folder()),
-        SELF: {"spec": "draft", "draft_model": demo_folder()},
-    }
+    methods = drafters(demo_folder())
+    methods[SELF] = {"spec": "draft", "draft_model": demo_folder()}
     engine = Engine(
-        EngineConfig(
+        engine_config(
+            methods[drafter],
             model=demo_folder(),
             device="cpu",
             threads=options.threads,
@@ -204,7 +203,6 @@ def measure(
             draft_max=k,
             adaptive=False,
             verify=rule,
-            **drafting_options[drafter],
         )
     )
     rows = []

@@ -27,7 +27,7 @@ import random
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +40,10 @@ from spd.cli.run_settings import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.demo import demo_folder
 from spd.formats.folder import ModelFolder
-from spd.runtime import Engine, Request
+from spd.formats.tokenizer import Tokenizer
+from spd.runtime import Engine, Request, RequestMetrics
 from spd.runtime.engine.request import GrammarSpec
+from spd.runtime.engine.sequence import Sequence as EngineSequence
 from spd.server.api_request import without_lines
 from spd.server.chat_completions import read_chat
 from spd.server.service import Service
@@ -116,7 +118,7 @@ class Turn:
         return [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
 
 
-def transcript(count: int, tokenizer: Any) -> list[Turn]:
+def transcript(count: int, tokenizer: Tokenizer) -> list[Turn]:
     """Return turns that read a file and edit it by turns; the same for the same arguments."""
     chance = random.Random(0)
     turns = list[Turn]()
@@ -141,7 +143,7 @@ def transcript(count: int, tokenizer: Any) -> list[Turn]:
 
 
 def conversations(
-    turns: Sequence[Turn], window: int, tokenizer: Any
+    turns: Sequence[Turn], window: int, tokenizer: Tokenizer
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield for each turn the number of the first turn that remains, and the messages."""
     sizes = [len(tokenizer.encode(turn.call_text + turn.result)) + 24 for turn in turns]
@@ -169,7 +171,7 @@ class Replay:
         template = ChatTemplate("replay", {"default": TEMPLATE}, {})
         vocabulary = dataclasses.replace(settings.vocabulary, template=template)
         config = dataclasses.replace(settings.config, prefix_sharing=shares)
-        self.engine: Any = Engine(config)
+        self.engine = Engine(config)
         self.service = Service(
             dataclasses.replace(settings, vocabulary=vocabulary),
             ["demo"],
@@ -178,8 +180,9 @@ class Replay:
         self.written = 0
         write = self.engine.write_prompt_part
 
-        def counted(sequence: Any) -> int:
-            rows: int = write(sequence)
+        def counted(sequence: EngineSequence) -> int:
+            """Write a part of a prompt, and count its rows."""
+            rows = write(sequence)
             self.written += rows
             return rows
 
@@ -199,7 +202,7 @@ class Replay:
         ((request, _),) = prepared[1]
         return request
 
-    def run(self, request: Request) -> tuple[tuple[int, ...], Any, int]:
+    def run(self, request: Request) -> tuple[tuple[int, ...], RequestMetrics, int]:
         """Run a request; return its ids, its counters, and the written positions of its prompt."""
         before = self.written
         ids = list[int]()
@@ -229,7 +232,7 @@ def replay(
     *,
     rule: bool = True,
     fixed: bool = True,
-    numbers: Any = None,
+    numbers: Collection[int] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield figures of each turn, or of those in `numbers`; `own` are the model's own ids."""
     before: tuple[int, ...] = ()
@@ -297,7 +300,14 @@ class Runs:
     threads: int
 
     def rows(
-        self, part: str, turns: Sequence[Turn], method: str, **options: Any
+        self,
+        part: str,
+        turns: Sequence[Turn],
+        method: str,
+        *,
+        rule: bool = True,
+        fixed: bool = True,
+        numbers: Collection[int] | None = None,
     ) -> list[dict[str, Any]]:
         """Return the figures of a run's turns.
 
@@ -306,7 +316,7 @@ class Runs:
         cold = part == "cold"
         path = self.parts / f"{self.name}-{part}.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        numbers = options.pop("numbers", range(len(turns)))
+        numbers = range(len(turns)) if numbers is None else numbers
         if len(rows) == len(numbers):
             return rows
         rows, remaining = (
@@ -314,7 +324,9 @@ class Runs:
         )
         engine_replay = Replay(self.folder, method, self.ctx, self.threads, shares=not cold)
         with path.open("a" if cold else "w") as file:
-            for row in replay(engine_replay, turns, self.ctx, numbers=remaining, **options):
+            for row in replay(
+                engine_replay, turns, self.ctx, rule=rule, fixed=fixed, numbers=remaining
+            ):
                 rows.append(row)
                 print(json.dumps(row), file=file, flush=True)
         engine_replay.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.drafters import drafters, model_folder
+from benchmarks.drafters import EngineOptions, drafters, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
 from benchmarks.summaries import median_interval, paired_ratio
 from spd.runtime import EngineConfig
@@ -56,9 +56,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def sweep_of(
-    model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
-) -> Sweep:
+def sweep_of(model: Path, drafting_options: EngineOptions, options: argparse.Namespace) -> Sweep:
     """Return a sweep of plain decoding, every fixed k, and adaptive k, on one mix of prompts."""
     prompts = [
         replace(prompt, category="mixed")
@@ -74,7 +72,8 @@ def sweep_of(
         prefix_sharing=False,
         spec="off",
     )
-    speculating = replace(plain, **drafting_options, draft_max=max(fixed), adaptive=True)
+    adapting: EngineOptions = {**drafting_options, "draft_max": max(fixed), "adaptive": True}
+    speculating = replace(plain, **adapting)
     configs = [
         plain,
         *(replace(speculating, draft_max=k, adaptive=False) for k in fixed),

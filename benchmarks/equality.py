@@ -26,8 +26,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drafters import EngineOptions, engine_config
 from benchmarks.environment import describe_commit, describe_machine
-from spd import Engine, EngineConfig, Request, SamplingParams, SpdError
+from spd import Engine, Request, SamplingParams, SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import resolve_model
 from spd.formats.tokenizer import Tokenizer
@@ -108,13 +109,13 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
     return requests
 
 
-def methods_of(folder: Path, draft: Path | None) -> list[dict[str, Any]]:
+def methods_of(folder: Path, draft: Path | None) -> list[EngineOptions]:
     """Return the methods that can draft for a model, as engine options."""
-    methods: list[dict[str, Any]] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
+    methods: list[EngineOptions] = [{"spec": "off"}, {"spec": "ngram", "ngram_min": 2}]
     for spec in ("mtp", "draft"):
-        options: dict[str, Any] = {"spec": spec, "draft_model": draft if spec == "draft" else None}
+        options: EngineOptions = {"spec": spec, "draft_model": draft if spec == "draft" else None}
         with contextlib.suppress(SpdError):
-            choose_drafter(EngineConfig(model=folder, **options), ModelFolder.from_path(folder))
+            choose_drafter(engine_config(options, model=folder), ModelFolder.from_path(folder))
             methods += [options, {**options, "spec": f"{spec}+ngram", "ngram_min": 2}]
     return methods
 
@@ -126,7 +127,7 @@ def differing(texts: Sequence[Text], expected: Sequence[Text]) -> int:
 
 
 def run_cell(
-    options: dict[str, Any], requests: Sequence[Request], expected: Sequence[Text]
+    options: EngineOptions, requests: Sequence[Request], expected: Sequence[Text]
 ) -> dict[str, Any]:
     """Run one drafter and k at every lag."""
     began = time.monotonic()
@@ -145,13 +146,11 @@ def run_cell(
     )
     pages = SLOTS * -(-longest // 64) * 2 // 3
     for lag in LAGS:
-        for selected, extra_options in (
-            (requests, {"slots": SLOTS, "cache_pages": pages}),
-            (requests[::ALONE], {"slots": 1}),
-        ):
-            engine = Engine(
-                EngineConfig(ctx=CTX, lag=lag, adaptive=False, **{**options, **extra_options})
-            )
+        together: EngineOptions = {"slots": SLOTS, "cache_pages": pages}
+        alone: EngineOptions = {"slots": 1}
+        for selected, batch_options in ((requests, together), (requests[::ALONE], alone)):
+            fixed: EngineOptions = {**options, **batch_options}
+            engine = Engine(engine_config(fixed, ctx=CTX, lag=lag, adaptive=False))
             right = expected[:: 1 if selected is requests else ALONE]
             texts = run(engine, selected)
             row["tokens"] += sum(len(text.tokens) for text in texts)
@@ -172,12 +171,12 @@ def run_cell(
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
-def cells(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def cells(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, EngineOptions]]:
     """Yield every cell's name and engine options."""
     for dtype in arguments.dtype.split(","):
         for method in methods_of(folder, arguments.draft_model):
             for k in (None,) if method["spec"] == "off" else KS:
-                options = {
+                options: EngineOptions = {
                     "model": folder,
                     "dtype": dtype,
                     "tp": arguments.tp,
@@ -230,11 +229,14 @@ def main(arguments: list[str] | None = None) -> int:
         if name in rows or time.monotonic() > end:
             continue
         if (dtype := options["dtype"]) not in right:
-            plain = {**options, "spec": "off", "draft_max": None, "draft_model": None}
-            plain = {key: value for key, value in plain.items() if not key.startswith("ngram")}
-            engine = Engine(
-                EngineConfig(ctx=CTX, slots=1, prefix_sharing=False, graphs=False, **plain)
-            )
+            plain: EngineOptions = {
+                "model": options["model"],
+                "dtype": dtype,
+                "tp": options["tp"],
+                "spec": "off",
+            }
+            config = engine_config(plain, ctx=CTX, slots=1, prefix_sharing=False, graphs=False)
+            engine = Engine(config)
             requests = make_requests(engine, settings.requests, settings.tokens)
             right[dtype] = requests, [run(engine, [request])[0] for request in requests]
             engine.close()

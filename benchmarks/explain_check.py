@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drafters import drafters, model_folder
+from benchmarks.drafters import EngineOptions, drafters, engine_config, model_folder
 from benchmarks.environment import ROOT, describe_commit, describe_machine
-from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
+from spd.runtime import Engine, Request, RoundRecord, SamplingParams
 from spd.runtime.lab.explain import Trace, explain_traces
 from spd.runtime.lab.load import run_pass
 from spd.runtime.lab.prompt_set import BUILTIN_PROMPTS, encode_prompts, read_prompts, select_prompts
@@ -56,13 +56,13 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run_rounds(
-    model: Path, drafting_options: Mapping[str, Any], options: argparse.Namespace
+    model: Path, drafting_options: EngineOptions, options: argparse.Namespace
 ) -> Records:
     """Return the rounds of every k, each k once a repetition; the first repetition warms up."""
     prompts = select_prompts(read_prompts(BUILTIN_PROMPTS), None, options.each)
     encoded = encode_prompts(model, prompts, [None], options.tokens)
     longest = max(len(prompt.ids) for prompt in encoded)
-    base = {
+    base: EngineOptions = {
         "model": model,
         "device": "cpu",
         "threads": options.threads,
@@ -71,8 +71,10 @@ def run_rounds(
     engines = {}
     for word in options.draft_max.split(","):
         k = int(word)
-        drafting = {**drafting_options, "draft_max": k, "adaptive": False} if k else {"spec": "off"}
-        engines[k] = Engine(EngineConfig(**base, **drafting))
+        drafting: EngineOptions = {"spec": "off"}
+        if k:
+            drafting = {**drafting_options, "draft_max": k, "adaptive": False}
+        engines[k] = Engine(engine_config(base, **drafting))
     params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
     records_by_k: dict[int, list[RoundRecord]] = {k: [] for k in engines}
     for repetition in range(options.repetitions + 1):

@@ -24,9 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.drafters import EngineOptions, engine_config
 from benchmarks.environment import describe_commit, describe_machine
 from spd.formats.demo import demo_folder
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.round.local_queue import LocalRoundQueue
 
 PROMPT = tuple(range(300, 360))
@@ -35,7 +36,7 @@ CTX = 1024
 
 
 SCHEMA = "spd.benchmarks.host_cost/1"
-ROUNDS: dict[str, dict[str, Any]] = {
+ROUNDS: dict[str, EngineOptions] = {
     "plain": {"spec": "off"},
     "n-gram, k = 4": {"spec": "ngram", "draft_max": 4, "adaptive": False},
 }
@@ -62,14 +63,11 @@ class Clocks:
         self.cpu += now.cpu - began.cpu
 
 
-def engine_of(model: Path, slots: int, **engine_options: Any) -> Engine:
+def engine_of(model: Path, slots: int, engine_options: EngineOptions) -> Engine:
     """Return an engine whose slots all hold a few hundred positions."""
-    engine_options = {
-        "threads": 1,
-        "graphs": False,
-        **engine_options,
-    }  # a recorded round never comes to `Round.run`
-    return Engine(EngineConfig(model=model, slots=slots, ctx=CTX, **engine_options))
+    # Without graphs: a recorded round never calls `Round.run`.
+    options: EngineOptions = {"threads": 1, "graphs": False, **engine_options}
+    return Engine(engine_config(options, model=model, slots=slots, ctx=CTX))
 
 
 def requests(count: int) -> list[Request]:
@@ -116,17 +114,15 @@ def replaying(queue: LocalRoundQueue, written: Written) -> Run:
 
 
 def host_microseconds(
-    model: Path, slots: int, steps: int, **engine_options: Any
+    model: Path, slots: int, steps: int, engine_options: EngineOptions
 ) -> dict[str, dict[str, float]]:
     """Return `host_share` behind the device program, and behind what it wrote."""
     written: Written = []
     return {
         "behind the device program": host_share(
-            model, slots, steps, recording, written, **engine_options
+            model, slots, steps, recording, written, engine_options
         ),
-        "behind what it wrote": host_share(
-            model, slots, steps, replaying, written, **engine_options
-        ),
+        "behind what it wrote": host_share(model, slots, steps, replaying, written, engine_options),
     }
 
 
@@ -136,14 +132,14 @@ def host_share(
     steps: int,
     device: Callable[[LocalRoundQueue, Written], Run],
     written: Written,
-    **engine_options: Any,
+    engine_options: EngineOptions,
 ) -> dict[str, float]:
     """The host's share of a step with every slot decoding, over at most `steps` of them, in microseconds.
 
     By the wall and by the processor: the latter leaves out what other processes took. Raises SystemExit
     where requests end before every slot decodes.
     """
-    engine = engine_of(model, slots, **engine_options)
+    engine = engine_of(model, slots, engine_options)
     inside = Clocks()
     queue = engine.round_queue
     assert isinstance(queue, LocalRoundQueue)
@@ -201,9 +197,8 @@ def main() -> None:
         "host_us": {},
     }
     for name, engine_options in ROUNDS.items():
-        costs = host_microseconds(
-            options.model, options.slots, options.steps, threads=options.threads, **engine_options
-        )
+        round_options: EngineOptions = {"threads": options.threads, **engine_options}
+        costs = host_microseconds(options.model, options.slots, options.steps, round_options)
         result["host_us"][name] = costs
         for place, cost in costs.items():
             print(

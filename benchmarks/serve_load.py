@@ -216,16 +216,18 @@ def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
             waiting.register(connection, selectors.EVENT_READ)
         while waiting.get_map():
             for key, _ in waiting.select():
-                if data := key.fileobj.recv(1 << 16):  # type: ignore[union-attr]
-                    replies[key.fileobj] += data  # type: ignore[index]
+                ready = key.fileobj
+                assert isinstance(ready, socket.socket)
+                if data := ready.recv(1 << 16):
+                    replies[ready] += data
                 else:
-                    waiting.unregister(key.fileobj)
+                    waiting.unregister(ready)
     seconds = time.perf_counter() - began
-    for connection, data in replies.items():
+    for connection, reply in replies.items():
         connection.close()
-        if b"data: [DONE]" not in data:
-            raise RuntimeError(data[-500:].decode())
-    return seconds, sum(data.count(b"data: {") for data in replies.values())
+        if b"data: [DONE]" not in reply:
+            raise RuntimeError(reply[-500:].decode())
+    return seconds, sum(reply.count(b"data: {") for reply in replies.values())
 
 
 def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:

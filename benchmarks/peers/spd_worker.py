@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 import spd
+from benchmarks.drafters import EngineOptions, engine_config
 from benchmarks.peers.protocol import ChunkClock, Generation, Speculation, WorkerOptions, serve
 from benchmarks.peers.stepped import SteppedEngine
-from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
+from spd.runtime import Engine, Request, RoundRecord, SamplingParams
 from spd.runtime.lab.load import Pass, per_position
 
 
 def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engine:
     """Open an engine at fixed k; k = 0 is speculation off."""
-    speculation: dict[str, Any] = {"spec": "off"}
+    speculation: EngineOptions = {"spec": "off"}
     if draft_max and options.eagle3 is not None:
         speculation = {
             "spec": "eagle3",
@@ -42,7 +43,8 @@ def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engin
             "synthetic_acceptance": options.imposed,
         }
     return Engine(
-        EngineConfig(
+        engine_config(
+            speculation,
             model=options.model,
             device="cpu",
             dtype=options.dtype,
@@ -51,7 +53,6 @@ def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engin
             slots=slots,
             prefix_sharing=False,
             quantize="int4" if options.int4 else "none",
-            **speculation,
         )
     )
 
