@@ -1,4 +1,4 @@
-"""Assertions about who owns which page, for tests that put pages under pressure."""
+"""Assertions about the owners of pages, for tests with too few pages."""
 
 from collections import Counter
 
@@ -9,11 +9,11 @@ from spd.runtime.round.limits import NUM_RESERVED
 
 
 def check_table(table: PageTable) -> None:
-    """Every page is in exactly one state, and all are accounted for."""
-    used = set(table._users)
+    """Assert that every page is in exactly one state."""
+    in_use = set(table._users)
     idle = set(table._idle)
-    assert not (used & idle or used & table._free or idle & table._free)
-    assert len(used) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED
+    assert not (in_use & idle or in_use & table._free or idle & table._free)
+    assert len(in_use) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED
     assert all(table._key_of[page] == digest for digest, page in table._page_of.items())
     assert all(table._key_of[tail.page] == before for before, tail in table._tails.items())
     assert len(table._key_of) == len(table._tails) + len(table._page_of)
@@ -21,7 +21,7 @@ def check_table(table: PageTable) -> None:
 
 
 def check_pages(scheduler: Scheduler) -> None:
-    """Every page has exactly the owners that it counts, and only one that may write to it."""
+    """Assert that the uses of every page are counted, and that only one sequence may write to it."""
     check_table(scheduler.pages)
     owners = Counter[int]()
     for sequence in scheduler.running():

@@ -1,10 +1,10 @@
-"""Prompt lookup as a plain search, which every form of it is compared with."""
+"""Prompt lookup as a plain search, the reference for all its forms."""
 
 from collections.abc import Sequence
 
 
 def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int]:
-    """What followed the last earlier occurrence of the longest suffix that has one."""
+    """Return the tokens after the last earlier occurrence of the longest suffix that has one."""
     for size in range(min(longest, len(text) - 1), shortest - 1, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[len(text) - size :]:
@@ -14,7 +14,7 @@ def search(text: Sequence[int], k: int, shortest: int, longest: int) -> list[int
 
 
 def match_length(text: Sequence[int], longest: int) -> int:
-    """Of the suffix that has occurred before, by trying every end."""
+    """Return the length of the longest suffix that has occurred before, by trying every end."""
     last = len(text) - 1
     best = 0
     for end in range(last):

@@ -1,7 +1,8 @@
-"""Batch, lag, proposer, temperature, feature, pressure and prefix together, each request against itself.
+"""Combinations of batch, lag, proposer, temperature, feature, pressure and prefix equal solo runs.
 
-By a pairwise covering array on a tiny model, with another feature in each request of a batch; slowly every
-combination on the demo. A mixture with aborts, for hours: `benchmarks.soak`.
+On a tiny model a pairwise covering array is run, with another feature in each request of a batch;
+in the slow lane every combination on the demo. For a mixture with aborts, over hours, see
+`benchmarks.soak`.
 """
 
 import functools
@@ -75,11 +76,11 @@ def combined(factors: dict[str, Sequence[Any]]) -> list[Case]:
 
 @functools.cache
 def pairwise(*sizes: int) -> list[Case]:
-    """Few combinations in which every two values of two factors meet, and batches of any features."""
-    every = combined({**FACTORS, "size": sizes})
+    """Return few combinations in which every two values of two factors meet, and batches of features."""
+    cases = combined({**FACTORS, "size": sizes})
     names = tuple(FEATURES)
-    keys: list[dict[str, Hashable]] = [dict(case) for case in every]
-    chosen = [every[i] for i in covering(keys, 2)]
+    keys: list[dict[str, Hashable]] = [dict(case) for case in cases]
+    chosen = [cases[i] for i in covering(keys, 2)]
     return [
         {**case, "features": [names[(n + i) % 8] for i in range(8)]}
         for n, case in enumerate(chosen)
@@ -104,32 +105,32 @@ class Bench:
         self.tokens = tokens
         self.options = options
         self.solo_engine = make_engine(target, prefix_sharing=False, **options)
-        self.known: dict[tuple[Any, ...], Run] = {}
+        self.solo_runs: dict[tuple[Any, ...], Run] = {}
         self.at_lag_zero: dict[str, list[Any]] = {}
-        self.squeezed = -(
+        self.small_pool = -(
             -options["ctx"] // 64
         )  # Pages under pressure: by default those of one request.
         self.parity = 32  # Batches up to this size are run at lag 0 too, for their drafts.
 
     def requests(self, case: Case) -> list[Request]:
-        found = []
+        requests = []
         for i in range(case["size"]):
             feature = dict(FEATURES[case["features"][i % len(case["features"])]])
             grammar = feature.pop("grammar", None)
-            usual = {
+            defaults = {
                 "max_tokens": self.tokens,
                 "seed": i % KINDS,
                 "temperature": case["temperature"],
             }
-            params = SamplingParams(**{**usual, **feature})
-            found.append(Request(f"{i}", self.prompts[i % KINDS], params, grammar=grammar))
-        return found
+            params = SamplingParams(**{**defaults, **feature})
+            requests.append(Request(f"{i}", self.prompts[i % KINDS], params, grammar=grammar))
+        return requests
 
     def solo(self, request: Request) -> Run:
         key = (request.prompt_ids, request.params, request.grammar)
-        if key not in self.known:
-            self.known[key] = run_requests(self.solo_engine, [request])[0]
-        return self.known[key]
+        if key not in self.solo_runs:
+            self.solo_runs[key] = run_requests(self.solo_engine, [request])[0]
+        return self.solo_runs[key]
 
     def engine(self, case: Case, lag: int) -> Engine:
         options: dict[str, Any] = {
@@ -140,20 +141,20 @@ class Bench:
         if case["method"] in self.drafts:
             options["draft_model"] = self.drafts[case["method"]]
         if case["pressure"]:
-            options["cache_pages"] = self.squeezed
+            options["cache_pages"] = self.small_pool
         elif case["prefix"] == "hit":  # room for what was kept, beside whole blocks for all who run
             options["cache_pages"] = pages_per_slot(self.options["ctx"]) * (case["size"] + KINDS)
         return make_engine(self.target, lag=lag, prefix_sharing=case["prefix"] == "hit", **options)
 
     def run(self, case: Case, lag: int) -> list[Run]:
         engine = self.engine(case, lag)
-        asked = self.requests(case)
+        requests = self.requests(case)
         if case["prefix"] == "hit":
             warm = SamplingParams(max_tokens=1)
             engine.generate(
                 [Request(f"w{i}", prompt, warm) for i, prompt in enumerate(self.prompts)]
             )
-        runs = run_requests(engine, asked)
+        runs = run_requests(engine, requests)
         if case["prefix"] == "hit" and not case["pressure"]:
             long = [run for run in runs if run.metrics.prompt_tokens > 65]
             assert long and all(run.metrics.cached_tokens >= 64 for run in long)
@@ -192,9 +193,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     head = write_tiny_eagle3(shelf / "head", target, kind="copy", draft_vocab=288, aux=(1, 2))
     lengths = (66, 50, 74, 51, 82, 52, 90)  # half of them grow into a second page
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in lengths]
-    made = Bench(target, {"draft": draft, "eagle3": head}, prompts, 10, ctx=192, kernels="auto")
-    made.parity = 2
-    return made
+    shared_bench = Bench(
+        target, {"draft": draft, "eagle3": head}, prompts, 10, ctx=192, kernels="auto"
+    )
+    shared_bench.parity = 2
+    return shared_bench
 
 
 @pytest.mark.parametrize(
@@ -225,7 +228,7 @@ def demo_prompts(count: int) -> list[tuple[int, ...]]:
 
 
 def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, name: str) -> None:
-    """As many of the cases as --combinations says, the same ones every time."""
+    """Check as many of the cases as --combinations says, the same ones in every run."""
     count = request.config.getoption("--combinations")
     chosen = random.Random(0).sample(cases, count) if 0 < count < len(cases) else cases
     tokens = sum(len(run.tokens) for case in chosen for run in bench.check(case))
@@ -255,6 +258,6 @@ def test_pairs_equal_solo_on_the_0_35_b(medium: Path, request: pytest.FixtureReq
     prompts = [random_prompts(1, 66 + 9 * i, 8000, seed=i)[0] for i in range(KINDS)]
     bench = Bench(medium, {"draft": medium / "draft"}, prompts, 8, ctx=192)
     bench.parity = 9
-    bench.squeezed = 9
+    bench.small_pool = 9
     cases = [case for case in pairwise(9, 33) if case["method"] in ("off", "ngram", "draft")]
     check_all(bench, cases, request, "0.35 B")

@@ -1,4 +1,4 @@
-"""What drafters keep is of the text, whatever came between: pauses, turns, matches, masks, few pages."""
+"""Drafters' caches match the text after pauses, turns, matches, masks and preemptions."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.test_runtime_mtp import compare_drafts
 from tests.test_invisible import round_decisions, run_workload
 
-K = 3  # What a model drafts at most.
+K = 3  # Drafts of a model, at most.
 SHARERS = (
     "off",
     "draft+ngram",
@@ -49,10 +49,14 @@ SHARERS = (
 ASSISTED = "gemma4/assistant"
 KEEPERS = (
     "self",
-    *(f"{name}{more}" for name in ("draft", "one", "three", "eagle") for more in ("", "+ngram")),
+    *(
+        f"{name}{suffix}"
+        for name in ("draft", "one", "three", "eagle")
+        for suffix in ("", "+ngram")
+    ),
 )
 Lengths = tuple[int, ...]
-ROUNDS = 9  # Rounds without drafting, of which the second slot saw the last one only.
+ROUNDS = 9  # Rounds without drafting; the second slot takes part in the last one only.
 
 
 def greedy(count: int) -> SamplingParams:
@@ -62,7 +66,7 @@ def greedy(count: int) -> SamplingParams:
 @pytest.mark.covers(count=4)
 @pytest.mark.parametrize("name", [*SHARERS, "one", "deepseek", "speculators", ASSISTED])
 def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
-    """Also where the reply goes on from the reply: what a turn generated is found under its own kind."""
+    """Also where a prompt continues a reply: generated tokens are found as a generated span."""
     common = random_prompts(1, 150, VOCAB, seed=9)[0]
     pair = pairs.get(name)
     params = SamplingParams(temperature=0.8, max_tokens=12, seed=4, ignore_eos=True)
@@ -70,7 +74,9 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     engine, alone = (
         pair.make_engine(4, ctx=500, prefix_sharing=sharing) for sharing in (True, False)
     )
-    shared, fresh = ([run_all(one, [p], [params])[0] for p in prompts] for one in (engine, alone))
+    shared, fresh = (
+        [run_all(engine_, [p], [params])[0] for p in prompts] for engine_ in (engine, alone)
+    )
     assert [run.metrics.cached_tokens for run in shared] == [0, 128, 128, 128, 64]
     assert all(run.metrics.cached_tokens == 0 for run in fresh)
     assert_same_runs(shared, fresh)
@@ -80,9 +86,9 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     turn = make_next_turn(
         common, run_all(engine, [common], [replace(params, max_tokens=50)])[0].tokens, params
     )
-    found, again = (run_requests(one, [turn])[0] for one in (engine, alone))
-    assert found.output == again.output and found.drafts == again.drafts
-    assert found.metrics.cached_tokens == 150 + 50 - 1
+    hit, miss = (run_requests(engine_, [turn])[0] for engine_ in (engine, alone))
+    assert hit.output == miss.output and hit.drafts == miss.drafts
+    assert hit.metrics.cached_tokens == 150 + 50 - 1
 
 
 @pytest.mark.covers(1)
@@ -93,7 +99,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
 def test_drafts_after_any_rounds_are_a_fresh_start_s(
     pairs: Pairs, name: str, lengths: Lengths
 ) -> None:
-    """A next turn that finds the pages drafts as one that writes them anew: nothing in them is stale."""
+    """A next turn that reuses pages drafts as one that writes them anew: no entry is stale."""
     pair = pairs.get(name)
     prompt = random_prompts(1, 30, VOCAB, seed=5)[0]
     full_of_noise = random_prompts(1, 150, VOCAB, seed=7)
@@ -105,38 +111,40 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
         )
         turn = make_next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
         engine.draft_length.choose = lambda: K  # type: ignore[method-assign]
-        found = run_requests(engine, [turn])
+        continued = run_requests(engine, [turn])
         fresh = run_requests(pair.make_varying_engine((K,), prefix_sharing=False), [turn])
-        assert found[0].metrics.cached_tokens == len(prompt) + count - 1
-        assert found[0].output == fresh[0].output and round_decisions(found) == round_decisions(
-            fresh
-        )
+        assert continued[0].metrics.cached_tokens == len(prompt) + count - 1
+        assert continued[0].output == fresh[0].output and round_decisions(
+            continued
+        ) == round_decisions(fresh)
 
 
 def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **options: Any) -> Engine:
-    """Three slots, of which those with a grammar sit out rounds; drafts are as many as the lengths say."""
-    most = {} if pair.speculation_options["spec"].endswith("+ngram") else {"draft_max": 3}
-    return pair.make_varying_engine(lengths, **{**most, "slots": 3, "lag": lag, **options})
+    """Return an engine of three slots with these draft lengths; slots with a grammar sit out rounds."""
+    limit = {} if pair.speculation_options["spec"].endswith("+ngram") else {"draft_max": 3}
+    return pair.make_varying_engine(lengths, **{**limit, "slots": 3, "lag": lag, **options})
 
 
 def requests(regex: str) -> list[Request]:
     params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
-    asked = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
-    own = {
+    arguments = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
+    grammars = {
         "0": GrammarSpec("regex", regex),
         "1": GrammarSpec("regex", regex),
     }  # and the third has none
-    return [replace(Request(*each), grammar=own.get(each[0])) for each in asked]
+    return [
+        replace(Request(*argument), grammar=grammars.get(argument[0])) for argument in arguments
+    ]
 
 
 def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
-    """The first positions of a slot, of all layers: [count, all numbers]."""
-    places = torch.tensor(
+    """Return the cache entries of a slot's first positions, of all layers: [count, all numbers]."""
+    kv_slots = torch.tensor(
         [view.pages[i // cache.page_size] * cache.page_size for i in range(count)]
     )
-    places += torch.arange(count) % cache.page_size
+    kv_slots += torch.arange(count) % cache.page_size
     pools = [pool for layer in cache.layers for pool in layer.pools]
-    return torch.cat([pool.flatten(0, 1)[places].flatten(1) for pool in pools], 1)
+    return torch.cat([pool.flatten(0, 1)[kv_slots].flatten(1) for pool in pools], 1)
 
 
 @pytest.mark.covers(1)
@@ -152,24 +160,24 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
 def test_a_draft_model_that_is_the_target_has_its_cache(
     tiny: Tiny, monkeypatch: Patch, spec: str, lengths: Lengths, lag: int
 ) -> None:
-    """After every round that it drafted for, of every slot that took part, up to the last token but one."""
+    """After every round with model drafts, for every slot that took part, up to the last token but one."""
     target = tiny("qwen3", layers=2, residual_gain=damped_gain, seed=3)
     compared = [0]
     launch = LocalRoundQueue.launch
 
-    def checked(self: LocalRoundQueue, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
-        ticket = launch(self, k, views, *rest)
-        next_k = rest[-1]
+    def checked(self: LocalRoundQueue, k: int, views: Sequence[SlotView], *arguments: Any) -> Any:
+        pending = launch(self, k, views, *arguments)
+        next_k = arguments[-1]
         proposer = self.round.proposer
         assert isinstance(proposer, DraftModelProposer)
         for slot, view in enumerate(views) if 0 < next_k <= proposer.max_model_drafts else ():
             count = int(self.state.length[slot]) - 1
             if view.bound and self.state.occupied[slot]:
                 caches = proposer.runners[0].cache, self.round.runner.cache
-                own, theirs = (entries(cache, view, count) for cache in caches)
-                torch.testing.assert_close(own, theirs, atol=1e-4, rtol=1e-4)
+                draft_entries, target_entries = (entries(cache, view, count) for cache in caches)
+                torch.testing.assert_close(draft_entries, target_entries, atol=1e-4, rtol=1e-4)
                 compared[0] += 1
-        return ticket
+        return pending
 
     monkeypatch.setattr(LocalRoundQueue, "launch", checked)
     pair = Pair(target, {"spec": spec, "draft_model": target, "ngram_min": 2})
@@ -180,19 +188,21 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 
 @pytest.mark.parametrize("name", ["three", "three+ngram", "eagle+ngram"])
 def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
-    """Heads: their entries of a slot that waited were made of the target's states too."""
+    """The heads' entries of a slot that sat out rounds are computed from the target's states, too."""
     pair = pairs.get(name)
     compared = 0
     engine = engine_of(pair, (LOOKUP_LENGTH if "+" in name else 0, 3), 1)
-    asked = requests("([a-f]{2}xyz){10,60}!")
-    for request, run in zip(asked, run_requests(engine, asked), strict=True):
+    batch = requests("([a-f]{2}xyz){10,60}!")
+    for request, run in zip(batch, run_requests(engine, batch), strict=True):
         turn = make_next_turn(request.prompt_ids, run.tokens, greedy(30))
         engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
-        anew = engine_of(pair, (3,), 1, prefix_sharing=False)
-        (found,), (fresh,) = (run_requests(one, [turn]) for one in (engine, anew))
-        assert found.metrics.cached_tokens > 90
-        assert found.drafts == fresh.drafts and found.output == fresh.output
-        compared += len(found.rounds)
+        fresh_engine = engine_of(pair, (3,), 1, prefix_sharing=False)
+        (continued,), (fresh,) = (
+            run_requests(engine_, [turn]) for engine_ in (engine, fresh_engine)
+        )
+        assert continued.metrics.cached_tokens > 90
+        assert continued.drafts == fresh.drafts and continued.output == fresh.output
+        compared += len(continued.rounds)
     assert compared > 20
 
 
@@ -203,7 +213,7 @@ def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
         )
         for i in range(6)
     ]
-    gave_way = 0
+    preemptions = 0
     work = list(zip(random_prompts(6, 60, VOCAB, seed=4), params, strict=True))
     for name, sizes in (("draft", (None, 6)), ("three", (5,)), ("eagle", (7,))):
         pair = pairs.get(f"{name}+ngram")
@@ -214,14 +224,14 @@ def test_a_batch_equals_each_alone_and_pages_run_short(pairs: Pairs) -> None:
             engine = pair.make_varying_engine(slots=4, lag=2 if pages else 1, cache_pages=pages)
             together = run_workload(engine, work)
             assert [run.output for run in together] == alone
-            gave_way += sum(run.metrics.preemptions for run in together)
-    assert gave_way, "the test saw nothing"
+            preemptions += sum(run.metrics.preemptions for run in together)
+    assert preemptions, "the test saw nothing"
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag: int) -> None:
-    """Its cache holds the text, and not what it would have drafted itself where lookup did."""
+    """Its cache has the text, and not its own drafts where lookup drafted."""
     prompts = random_prompts(5, 40, VOCAB, seed=8)
     params = [replace(greedy(60), temperature=0.9 * (i % 2), seed=i) for i in range(len(prompts))]
     pair = pairs.get("self+ngram")
@@ -235,9 +245,9 @@ def test_a_model_that_is_always_right_stays_so(pairs: Pairs, changes: bool, lag:
     assert len(wrong) > 20 and all(record.match for record in wrong)
 
 
-def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
-    """At every lag the same ones, which are the lengths of the real matches at the round's first token."""
-    told_of: list[list[int]] = []
+def test_rounds_without_drafts_report_matches(pairs: Pairs) -> None:
+    """At every lag these are the lengths of the real matches at the round's first token."""
+    matches_by_lag: list[list[int]] = []
     for lag in (0, 2):
         engine = pairs.get("one+ngram").make_varying_engine((0,), lag=lag)
         outcomes = list[tuple[Any, ...]]()
@@ -246,60 +256,62 @@ def test_rounds_without_drafts_tell_of_matches(pairs: Pairs) -> None:
         params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW_TOKENS_BIAS)
         (run,) = run_all(engine, [prompt], [params])
         text = [*prompt, *run.tokens]
-        seen = [outcome[-1] for outcome in outcomes]
+        matches = [outcome[-1] for outcome in outcomes]
         sizes = [match_length(text[: record.position], 8) for record in run.rounds]
-        assert seen == [size if size >= 2 else 0 for size in sizes[1:]]
-        told_of.append(seen)
-    assert told_of[0] == told_of[1] and 3 < sum(size > 0 for size in told_of[0]) < len(told_of[0])
+        assert matches == [size if size >= 2 else 0 for size in sizes[1:]]
+        matches_by_lag.append(matches)
+    assert matches_by_lag[0] == matches_by_lag[1] and 3 < sum(
+        size > 0 for size in matches_by_lag[0]
+    ) < len(matches_by_lag[0])
 
 
 def test_the_cache_is_brought_up_before_too_much_is_missing(
     pairs: Pairs, monkeypatch: Patch
 ) -> None:
-    """However long lookup drafts alone: what is missing stays within the rings of states."""
-    asked: list[int] = []
-    behind: list[int] = []
+    """However long lookup drafts alone, the missing tokens fit into the rings of states."""
+    catch_ups: list[int] = []
+    missing: list[int] = []
     real = ModelProposer.catch_up
     launch = LocalRoundQueue.launch
 
     def watched(self: ModelProposer, tokens: int, views: Sequence[SlotView]) -> Any:
-        asked.append(tokens)
+        catch_ups.append(tokens)
         return real(self, tokens, views)
 
-    def counted(self: LocalRoundQueue, *given: Any) -> Any:
-        ticket = launch(self, *given)
-        behind.append(self.missing_tokens)
-        return ticket
+    def counted(self: LocalRoundQueue, *arguments: Any) -> Any:
+        pending = launch(self, *arguments)
+        missing.append(self.missing_tokens)
+        return pending
 
     monkeypatch.setattr(ModelProposer, "catch_up", watched)
     monkeypatch.setattr(LocalRoundQueue, "launch", counted)
     engine = pairs.get("one+ngram").make_varying_engine((LOOKUP_LENGTH,) * 9 + (0,) * 40 + (K,))
     run_all(engine, PROMPTS[:1], [greedy(120)])
-    assert len(asked) > 6 and max(asked) <= CATCH_UP and max(behind) <= CATCH_UP
-    assert {1 + LOOKUP_LENGTH + 1, CATCH_UP} <= set(asked), asked
+    assert len(catch_ups) > 6 and max(catch_ups) <= CATCH_UP and max(missing) <= CATCH_UP
+    assert {1 + LOOKUP_LENGTH + 1, CATCH_UP} <= set(catch_ups), catch_ups
 
 
-def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: Patch) -> None:
-    """Rules that test a draft's probability find certainty there, and the model's own law elsewhere."""
-    seen = {True: 0, False: 0}
+def test_drafts_of_a_match_are_certain(pairs: Pairs, monkeypatch: Patch) -> None:
+    """Their distribution is certain, and that of the other drafts is the model's."""
+    counts = {True: 0, False: 0}
     real = ModelProposer.draft
 
-    def checked(self: ModelProposer, k: int, *rest: Any) -> None:
-        laws = self.sampler.draft_distributions
+    def checked(self: ModelProposer, k: int, *arguments: Any) -> None:
+        distributions = self.sampler.draft_distributions
         state = self.state
-        assert laws is not None
-        before = laws.clone()
-        real(self, k, *rest)
+        assert distributions is not None
+        before = distributions.clone()
+        real(self, k, *arguments)
         for slot in range(state.slots):
             if not state.active[slot]:
-                assert torch.equal(laws[slot], before[slot])
+                assert torch.equal(distributions[slot], before[slot])
                 continue
-            law = laws[slot, :k]
+            distribution = distributions[slot, :k]
             drafts = state.draft[slot, :k]
-            found = bool(state.match[slot])
-            seen[found] += 1
-            assert law.sum(-1) == pytest.approx([1.0] * k, abs=1e-4)
-            assert (law.gather(-1, drafts[:, None]) == 1).all() == found
+            is_match = bool(state.match[slot])
+            counts[is_match] += 1
+            assert distribution.sum(-1) == pytest.approx([1.0] * k, abs=1e-4)
+            assert (distribution.gather(-1, drafts[:, None]) == 1).all() == is_match
 
     monkeypatch.setattr(ModelProposer, "draft", checked)
     prompts = random_prompts(4, 24, VOCAB, seed=2)
@@ -310,16 +322,18 @@ def test_what_a_match_drafts_was_drawn_from_nothing(pairs: Pairs, monkeypatch: P
         prompts,
         params,
     )
-    assert min(seen.values()) > 3, seen
+    assert min(counts.values()) > 3, counts
 
 
 def assert_the_reference_s(
     headed: Pair, prompts: list[tuple[int, ...]], runs: list[helpers.Run]
 ) -> None:
     assert headed.reference is not None
-    most = 4 + 12 // len(runs)
-    wrong, seen, _ = compare_drafts(headed.reference(), list(zip(prompts, runs, strict=True)), most)
-    assert seen > 10 and wrong == 0
+    limit = 4 + 12 // len(runs)
+    num_wrong, num_compared, _ = compare_drafts(
+        headed.reference(), list(zip(prompts, runs, strict=True)), limit
+    )
+    assert num_compared > 10 and num_wrong == 0
 
 
 def slow(*names: str) -> list[Any]:
@@ -328,7 +342,7 @@ def slow(*names: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["three", *slow("eagle", "one", "speculators", ASSISTED)])
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
-    """Pauses shorter and longer than a catch-up, between rounds of every length."""
+    """With pauses shorter and longer than a catch-up, between rounds of every length."""
     headed = pairs.get(name)
     prompts = PROMPTS[1:5]
     params = [greedy(60)] * 4
@@ -349,7 +363,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
 
 @pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators", ASSISTED])
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
-    """A text that ends while the head lags behind leaves what a later prompt can draft from."""
+    """A text that ends before the head has caught up leaves pages that a later prompt can draft from."""
     engine = pairs.get(name).make_engine(3, ctx=400, adaptive=True)
     engine.draft_length.choose = lambda: 0  # type: ignore[method-assign]
     first = run_all(engine, [PROMPTS[0]], [greedy(70)])[0]
@@ -374,33 +388,33 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", ["three", "eagle"])
-def test_what_drafts_were_drawn_from_is_kept(pairs: Pairs, name: str, rule: str) -> None:
-    """A law over the target's ids for each draft, with nothing for those that a head does not know."""
+def test_distributions_of_drafts_are_stored(pairs: Pairs, name: str, rule: str) -> None:
+    """Each draft has a distribution over the target's ids, with 0 for ids that a head does not have."""
     pair = pairs.get(name)
-    seen = 0
+    num_drafts = 0
     assert pair.reference is not None
     engine = pair.make_engine(3, verify=rule)
     plain = pair.reference()
     queue = get_local_queue(engine)
     state = queue.state
-    laws = queue.sampler.draft_distributions
-    known = set(plain.draft_ids.tolist() if isinstance(plain, PlainEagle3) else range(320))
-    assert laws is not None
+    distributions = queue.sampler.draft_distributions
+    head_ids = set(plain.draft_ids.tolist() if isinstance(plain, PlainEagle3) else range(320))
+    assert distributions is not None
 
     def look(record: RoundRecord) -> None:
-        nonlocal seen
-        for draft, law in zip(
-            state.draft[0, : state.num_drafts[0]].tolist(), laws[0], strict=False
+        nonlocal num_drafts
+        for draft, distribution in zip(
+            state.draft[0, : state.num_drafts[0]].tolist(), distributions[0], strict=False
         ):
-            assert law.sum() == pytest.approx(1, abs=1e-5) and law[draft] > 0
-            possible = set(law.nonzero().flatten().tolist())
-            assert possible <= known and len(possible) > len(known) // 2
-            seen += 1
+            assert distribution.sum() == pytest.approx(1, abs=1e-5) and distribution[draft] > 0
+            possible = set(distribution.nonzero().flatten().tolist())
+            assert possible <= head_ids and len(possible) > len(head_ids) // 2
+            num_drafts += 1
 
     engine.trace = look
     list(engine.stream([Request("r", PROMPTS[1], replace(greedy(24), temperature=1.0, seed=2))]))
     metrics = engine.metrics("r")
-    assert seen > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
+    assert num_drafts > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
 
 
 @pytest.mark.parametrize(

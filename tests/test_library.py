@@ -1,4 +1,4 @@
-"""The library as its docstrings show it: lists in order, and events as they come."""
+"""The library's interface: lists of requests in order, and streams of events."""
 
 import doctest
 from collections.abc import Iterator
@@ -30,51 +30,55 @@ def alone(target: Path) -> list[Any]:
     return [run_one(target, p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
 
 
-def test_the_examples_in_the_docstring() -> None:
+def test_the_docstring_examples_run() -> None:
     result = doctest.testmod(spd.runtime.engine.engine)
     assert result.attempted > 3 and result.failed == 0
     assert all(getattr(spd, name) is not None for name in spd.__all__)
 
 
-def test_completions_come_in_the_order_asked(target: Path, alone: list[Any]) -> None:
+def test_completions_have_the_order_of_the_requests(target: Path, alone: list[Any]) -> None:
     engine = make_engine(target, slots=3, lag=1)
-    done = engine.generate(iter(REQUESTS[::-1]))
-    assert [one.request_id for one in done] == [request.id for request in REQUESTS[::-1]]
-    for one, run in zip(done, alone[::-1], strict=True):
-        assert (list(one.token_ids), one.text, one.finish_reason) == run.output
-        assert [entry.logprob for entry in one.logprobs] == run.logprobs
+    completions = engine.generate(iter(REQUESTS[::-1]))
+    assert [completion.request_id for completion in completions] == [
+        request.id for request in REQUESTS[::-1]
+    ]
+    for completion, run in zip(completions, alone[::-1], strict=True):
+        assert (list(completion.token_ids), completion.text, completion.finish_reason) == run.output
+        assert [entry.logprob for entry in completion.logprobs] == run.logprobs
         assert (
-            one.metrics.completion_tokens == len(one.token_ids) == len(one.drafted)
-            and one.error is None
+            completion.metrics.completion_tokens
+            == len(completion.token_ids)
+            == len(completion.drafted)
+            and completion.error is None
         )
     assert not engine.has_work
 
 
 def test_one_bad_request_stops_the_list_before_it_runs(target: Path) -> None:
-    """Of two with one name one could have ended before the other is added, and their texts be joined."""
+    """Else one of two requests with one id could end before the other is added, and their texts be joined."""
     engine = make_engine(target)
-    for last, words in ((Request("x", (), PARAMS[0]), "no tokens"), (REQUESTS[0], "given twice")):
-        with pytest.raises(UsageError, match=words):
+    for last, message in ((Request("x", (), PARAMS[0]), "no tokens"), (REQUESTS[0], "given twice")):
+        with pytest.raises(UsageError, match=message):
             engine.generate([*REQUESTS[:5], last])
         assert not engine.has_work
-        assert [one.request_id for one in engine.generate([REQUESTS[0]])] == ["r0"]
+        assert [completion.request_id for completion in engine.generate([REQUESTS[0]])] == ["r0"]
 
 
 def test_requests_are_taken_as_room_appears(target: Path) -> None:
     engine = make_engine(target, slots=2)
-    taken = 0
-    ended = 0
+    num_taken = 0
+    num_ended = 0
 
     def requests() -> Iterator[Request]:
-        nonlocal taken
+        nonlocal num_taken
         for i in range(40):
-            taken += 1
+            num_taken += 1
             yield Request(f"q{i}", PROMPTS[0], SamplingParams(max_tokens=3))
 
     for event in engine.stream(requests()):
-        ended += event.finish_reason is not None
-        assert taken - ended <= 2 * 2 + 2
-    assert ended == taken == 40
+        num_ended += event.finish_reason is not None
+        assert num_taken - num_ended <= 2 * 2 + 2
+    assert num_ended == num_taken == 40
 
 
 def test_a_stream_left_early_takes_its_requests_along(target: Path, alone: list[Any]) -> None:
@@ -90,7 +94,7 @@ def test_a_stream_left_early_takes_its_requests_along(target: Path, alone: list[
 
 
 def test_an_id_may_be_used_again(target: Path, alone: list[Any]) -> None:
-    """What an aborted request of that id has left is not the next one's."""
+    """Events of an aborted request with that id do not belong to the next one."""
     engine = make_engine(target, slots=3, lag=1)
     again = Request(REQUESTS[0].id, PROMPTS[1], SamplingParams(max_tokens=30))
     engine.add(again)

@@ -1,7 +1,9 @@
-"""A stand-in for CUDA graphs: captures by running once and noting everything, replays by running again.
+"""A stand-in for CUDA graphs: it captures by running once and recording, and replays by running
+again.
 
-What a graph takes for granted is checked at every replay: the same operations with the same host values and
-shapes, and every lasting tensor at its old address. From one replay to the next no tensor may come to last.
+The assumptions of a graph are checked at every replay: the same operations with the same host
+values and shapes, and every persistent tensor at its address. No new tensor may persist from one
+replay to the next.
 """
 
 from __future__ import annotations
@@ -27,53 +29,53 @@ from tests.helpers import get_local_queue, replace_operations
 
 
 def tensors_in(
-    thing: Any, at: str = "parts", seen: set[int] | None = None
+    container: Any, path: str = "parts", visited: set[int] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, but oneDNN's own, that an object and what it holds keep, by where it is kept."""
-    seen = set() if seen is None else seen
-    if isinstance(thing, Tensor) and not thing.is_mkldnn:
-        yield at, thing
-    elif id(thing) not in seen:
-        seen.add(id(thing))
+    """Yield every tensor that an object reaches, with its path, except those in oneDNN's layout."""
+    visited = set() if visited is None else visited
+    if isinstance(container, Tensor) and not container.is_mkldnn:
+        yield path, container
+    elif id(container) not in visited:
+        visited.add(id(container))
         inner: Iterable[tuple[object, Any]] = ()
-        if isinstance(thing, Mapping):
-            inner = thing.items()
-        elif isinstance(thing, list | tuple):
-            inner = enumerate(thing)
-        elif type(thing).__module__.startswith("spd.") and not isinstance(
-            thing, Kernels | CapturedRounds
+        if isinstance(container, Mapping):
+            inner = container.items()
+        elif isinstance(container, list | tuple):
+            inner = enumerate(container)
+        elif type(container).__module__.startswith("spd.") and not isinstance(
+            container, Kernels | CapturedRounds
         ):
-            inner = vars(thing).items()
-        names = "[{}]" if isinstance(thing, Mapping | list | tuple) else ".{}"
+            inner = vars(container).items()
+        names = "[{}]" if isinstance(container, Mapping | list | tuple) else ".{}"
         for name, value in inner:
-            yield from tensors_in(value, at + names.format(name), seen)
+            yield from tensors_in(value, path + names.format(name), visited)
 
 
 def young_tensors() -> list[Tensor]:
-    """Every tensor of the process that is younger than `gc.freeze`, held by a list or a closure alike."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    """Return every tensor of the process that was created after `gc.freeze`, wherever it is referenced."""
+    return [tracked for tracked in gc.get_objects() if issubclass(type(tracked), Tensor)]
 
 
 class Tape:
-    """The calls of operations while it listens, in words that must be the same at every replay."""
+    """Records the calls of operations, in a form that must be the same at every replay."""
 
     def __init__(self, form: str) -> None:
         self.form = form
         self.calls = list[tuple[str, list[object]]]()
         self.lasting: dict[int, str] | None = None
-        """Where the memory of each lasting tensor is kept; None while none is recorded."""
+        """The path of each persistent tensor by its address; None while nothing is recorded."""
 
     def listen(self, lasting: Mapping[str, Tensor]) -> None:
-        """Begin anew."""
+        """Begin a new recording."""
         self.lasting = {
             tensor.untyped_storage().data_ptr(): path for path, tensor in lasting.items()
         }
         self.calls = []
 
     def wrap(self, kernels: Kernels) -> Kernels:
-        """The operations, each saying with what it was called."""
-        every = {name: self._proxy(name, getattr(kernels, name)) for name in OPERATION_NAMES}
-        return replace_operations(kernels, **every)
+        """Return the operations, each of which records its calls."""
+        proxies = {name: self._proxy(name, getattr(kernels, name)) for name in OPERATION_NAMES}
+        return replace_operations(kernels, **proxies)
 
     def _proxy(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
@@ -115,16 +117,16 @@ class Tape:
 
 
 class RoundOfNow(Round):
-    """A round that looks at the views of who runs it now."""
+    """A round that reads the views of the current run, not of the capture."""
 
     stand_in: StandIn
 
-    def run(self, k: int, views: Sequence[SlotView], *rest: Any) -> Any:
-        return super().run(k, self.stand_in.views[: len(views)], *rest)
+    def run(self, k: int, views: Sequence[SlotView], *arguments: Any) -> Any:
+        return super().run(k, self.stand_in.views[: len(views)], *arguments)
 
 
 class StandIn(CapturedRounds):
-    """Captures by running once and noting everything; replays by running again and comparing."""
+    """Captures by running once and recording the calls; replays by running again and comparing."""
 
     def __init__(self, engine: Engine, tape: Tape) -> None:
         queue = get_local_queue(engine)
@@ -140,7 +142,7 @@ class StandIn(CapturedRounds):
         self.alike = 0
         # The tensors that lasted after a round of theirs, and their bytes.
         self.living = set[int]()
-        self.held = -1
+        self.living_bytes = -1
         gc.freeze()  # what there is by now is most of a process, and would make each count slow
         if (
             tape.form == "torch"
@@ -156,11 +158,11 @@ class StandIn(CapturedRounds):
         self.views = views
         self.rounds += 1
         assert self.rounds < 300, "the texts do not end"
-        stretch = (shape, *(sequence.epoch for sequence in self.engine.scheduler.running()))
-        if shape not in self.captured or stretch != self.stretch:
-            self.stretch = stretch
+        stretch_key = (shape, *(sequence.epoch for sequence in self.engine.scheduler.running()))
+        if shape not in self.captured or stretch_key != self.stretch:
+            self.stretch = stretch_key
             self.alike = 0
-            self.held = -1
+            self.living_bytes = -1
         result = super().run(shape, views)
         self.alike += 1
         if self.alike > self.engine.plan.lag == len(self.engine.scheduler.in_flight):
@@ -173,31 +175,35 @@ class StandIn(CapturedRounds):
         super().capture(shape, views)
 
     def count_tensors(self) -> None:
-        """Assert that no more tensors last than did in the same stretch of rounds."""
-        now = young_tensors()
-        known = self.held >= 0
-        if not known or len(now) > len(self.living):
+        """Assert that no more tensors persist than before in the same stretch of rounds."""
+        living = young_tensors()
+        has_baseline = self.living_bytes >= 0
+        if not has_baseline or len(living) > len(self.living):
             gc.collect()  # what only a cycle holds does not last
-            now = young_tensors()
-        storages = [tensor.untyped_storage() for tensor in now if not tensor.is_mkldnn]
-        held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        if known:
-            more = [tuple(tensor.shape) for tensor in now if id(tensor) not in self.living]
-            assert len(now) <= len(self.living), f"more tensors last than before, of these: {more}"
-            assert held <= self.held, f"{held - self.held} more bytes last than before"
+            living = young_tensors()
+        storages = [tensor.untyped_storage() for tensor in living if not tensor.is_mkldnn]
+        living_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        if has_baseline:
+            new_shapes = [tuple(tensor.shape) for tensor in living if id(tensor) not in self.living]
+            assert len(living) <= len(self.living), (
+                f"more tensors last than before, of these: {new_shapes}"
+            )
+            assert living_bytes <= self.living_bytes, (
+                f"{living_bytes - self.living_bytes} more bytes last than before"
+            )
             self.counted += 1
-        self.living = {id(tensor) for tensor in now}
-        self.held = held
+        self.living = {id(tensor) for tensor in living}
+        self.living_bytes = living_bytes
 
     def capture_by_watching(self, program: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        held = dict(tensors_in(self.parts))
-        where = {
+        captured_tensors = dict(tensors_in(self.parts))
+        layouts = {
             path: (tensor.data_ptr(), tensor.shape, tensor.stride())
-            for path, tensor in held.items()
+            for path, tensor in captured_tensors.items()
         }
 
         def watched() -> tuple[Any, list[tuple[str, list[object]]]]:
-            self.tape.listen(held)
+            self.tape.listen(captured_tensors)
             result = program()
             calls = self.tape.calls
             self.tape.lasting = None
@@ -207,16 +213,18 @@ class StandIn(CapturedRounds):
         assert calls, "no operation was seen"
 
         def replay() -> None:
-            again, seen = watched()
-            assert seen == calls, next((a, b) for a, b in zip(calls, seen, strict=False) if a != b)
-            now = dict(tensors_in(self.parts))
-            for path, tensor in held.items():
-                assert now[path] is tensor, f"{path} was replaced"
-                assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == where[path], (
+            new_result, new_calls = watched()
+            assert new_calls == calls, next(
+                (a, b) for a, b in zip(calls, new_calls, strict=False) if a != b
+            )
+            current = dict(tensors_in(self.parts))
+            for path, tensor in captured_tensors.items():
+                assert current[path] is tensor, f"{path} was replaced"
+                assert (tensor.data_ptr(), tensor.shape, tensor.stride()) == layouts[path], (
                     f"{path} has moved"
                 )
             with torch.inference_mode():
-                for old, new in zip(result or (), again or (), strict=True):
+                for old, new in zip(result or (), new_result or (), strict=True):
                     old.copy_(new)
             self.replays += 1
 

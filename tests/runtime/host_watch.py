@@ -1,7 +1,9 @@
-"""Refuses, while a round's program runs, what would wait for a device or what a capture could not hold.
+"""Assertions that a round's program neither waits for a device nor does what a capture cannot
+contain.
 
-Three nets, since none holds everything: methods of a tensor (some never reach the dispatcher), operations
-below them (an index by a mask reads how many are set), and what waits for a stream, event or device.
+Three kinds of calls are watched, since no kind includes all: methods of a tensor (some never reach
+the dispatcher), operations below them (an index by a mask reads how many are set), and waits for a
+stream, event or device.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ WAITS = (
         for name in ("synchronize", "query")
     ),
 )
-"""Whole devices, streams and events: what waits for them, or asks how far they are."""
+"""Functions that wait for devices, streams or events, or query them."""
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -58,12 +60,12 @@ ASK = _overloads(
     *("argwhere", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
     "repeat_interleave",
 ) | {torch.ops.aten.where.default}
-"""Operations whose result, or its shape, the host has to know. Compound ones are seen whole in a round."""
+"""Operations whose result, or its shape, the host reads. Compound ones are seen undivided in a round."""
 INDEX = _overloads("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class HostWatch:
-    """Raises AssertionError where a round's program, its kernels in one of `forms`, asks the device."""
+    """Raises AssertionError where a round's program reads from the device, for kernels of these `forms`."""
 
     def __init__(self, *forms: str) -> None:
         self.forms = forms
@@ -72,21 +74,21 @@ class HostWatch:
         self._programs = Counter[Any]()
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Watch every round from now on, of engines made from now on."""
-        honest = Round.run
+        """Watch every round from now on, of engines created from now on."""
+        original = Round.run
         watch = self
 
-        @functools.wraps(honest)
-        def run(self: Round, k: int, views: Any, *rest: Any) -> Any:
+        @functools.wraps(original)
+        def run(self: Round, k: int, views: Any, *arguments: Any) -> Any:
             if self.kernels.name not in watch.forms:
-                return honest(self, k, views, *rest)
+                return original(self, k, views, *arguments)
             watch.rounds += 1
-            watch._programs[program := (self, k, *rest)] += 1
+            watch._programs[program := (self, k, *arguments)] += 1
             watch.running = True
             try:
                 # Operations are looked at in two rounds of each program: that takes a tenth of their time.
                 with _Operations(watch) if watch._programs[program] <= 2 else nullcontext():
-                    return honest(self, k, views, *rest)
+                    return original(self, k, views, *arguments)
             finally:
                 watch.running = False
 
@@ -99,8 +101,8 @@ class HostWatch:
         for owner, name in (*((Tensor, name) for name in HOST_READS), *WAITS):
             patch.setattr(owner, name, self._refusing(owner, name))
 
-    def refuse(self, what: str) -> None:
-        """Fail, naming who asked, while a round runs; what the interpreter asks for itself does not count."""
+    def refuse(self, operation: str) -> None:
+        """Fail with the caller's place while a round runs; calls of Triton's interpreter do not count."""
         if not self.running:
             return
         frame = sys._getframe(1)
@@ -113,7 +115,7 @@ class HostWatch:
         caller = frame.f_code.co_filename
         if f"{os.sep}triton{os.sep}" not in caller:
             raise AssertionError(
-                f"a round waits for the device: {what} in {caller}:{frame.f_lineno}"
+                f"a round waits for the device: {operation} in {caller}:{frame.f_lineno}"
             )
 
     def _refusing(self, owner: Any, name: str) -> Any:
@@ -128,7 +130,7 @@ class HostWatch:
 
 
 class _Operations(TorchDispatchMode):
-    """Looks at what reaches the dispatcher."""
+    """Watches the operations that reach the dispatcher."""
 
     def __init__(self, watch: HostWatch) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The seeded faults of `test_runtime_mutants`: each a patch of one function of the program.
+"""The seeded faults of `test_runtime_mutants`, each a patch of one function of the program.
 
-Operations are patched where `load_kernels` looks for their torch form, so that a fault reaches an engine's
-parts and the enumerated rounds alike.
+Operations are patched where `load_kernels` looks up their torch form, so that a fault affects both
+engines and the enumerated rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spd.runtime.round.state import RoundState
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
 Arguments = Any
-"""An operation's arguments by name, as attributes, and the fields of records among them."""
+"""An operation's arguments by name, and the fields of records among them, as attributes."""
 RECORDS = RoundState, round_window.RoundWindow, round_window.Paging
 
 
@@ -42,30 +42,30 @@ def fields_of(record: Any) -> dict[str, Any]:
     return vars(record) if as_dict is None else as_dict()
 
 
-def opened(asked: dict[str, Any]) -> Arguments:
-    """The arguments; of a name that several records have, the last one's."""
-    records = (fields_of(value) for value in asked.values() if isinstance(value, RECORDS))
+def opened(arguments: dict[str, Any]) -> Arguments:
+    """Return the arguments as attributes; a field of several records is the last record's."""
+    records = (fields_of(value) for value in arguments.values() if isinstance(value, RECORDS))
     return SimpleNamespace(
-        **{name: field for each in records for name, field in each.items()} | asked
+        **{name: field for record in records for name, field in record.items()} | arguments
     )
 
 
-def replaced(asked: dict[str, Any], changes: dict[str, object]) -> dict[str, Any]:
-    """The arguments with others in place of some, or with a copy of the record that has a field."""
-    asked = dict(asked)
+def replaced(arguments: dict[str, Any], changes: dict[str, object]) -> dict[str, Any]:
+    """Return the arguments with changes, in which a changed field is set in a copy of its record."""
+    arguments = dict(arguments)
     for name, value in changes.items():
-        if name in asked:
-            asked[name] = value
+        if name in arguments:
+            arguments[name] = value
             continue
-        owner = [at for at, r in asked.items() if isinstance(r, RECORDS) and name in fields_of(r)][
-            -1
-        ]
-        if isinstance(asked[owner], tuple):
-            asked[owner] = asked[owner]._replace(**{name: value})
+        owner = [
+            key for key, r in arguments.items() if isinstance(r, RECORDS) and name in fields_of(r)
+        ][-1]
+        if isinstance(arguments[owner], tuple):
+            arguments[owner] = arguments[owner]._replace(**{name: value})
         else:
-            asked[owner] = copy.copy(asked[owner])
-            object.__setattr__(asked[owner], name, value)
-    return asked
+            arguments[owner] = copy.copy(arguments[owner])
+            object.__setattr__(arguments[owner], name, value)
+    return arguments
 
 
 def operation(
@@ -73,22 +73,22 @@ def operation(
     before: Callable[[Arguments], dict[str, object]] | None = None,
     after: Callable[[Any, Arguments], Any] | None = None,
 ) -> Mutation:
-    """Change an operation's arguments, or what it returns and wrote."""
+    """Return a mutation of an operation's arguments, or of its results."""
     honest = getattr(TorchKernels, name)
     signature = inspect.signature(honest)
 
     def changed(*args: Any) -> Any:
         bound = signature.bind(*args)
         bound.apply_defaults()
-        asked = bound.arguments
-        result = honest(**(replaced(asked, before(opened(asked))) if before else asked))
-        return after(result, opened(asked)) if after else result
+        arguments = bound.arguments
+        result = honest(**(replaced(arguments, before(opened(arguments))) if before else arguments))
+        return after(result, opened(arguments)) if after else result
 
     return lambda patch: patch.setattr(TorchKernels, name, staticmethod(changed))
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Mutation:
-    """A function or method becomes `change`, which is given the right one before its arguments."""
+    """Return a mutation that replaces a function by `change`, which gets the original as first argument."""
 
     def apply(patch: Patch) -> None:
         honest = getattr(owner, name)
@@ -98,7 +98,7 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Mutation:
 
 
 def instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Mutation]:
-    """`around`, as a decorator."""
+    """Return `around` as a decorator."""
     return lambda change: around(owner, name, change)
 
 
@@ -111,7 +111,7 @@ def together(*mutations: Mutation) -> Mutation:
 
 
 def verify(rule: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Mutation:
-    """Another rule of acceptance: (draft, sampled, which drafts are real) to accepted."""
+    """Return a mutation of the acceptance rule: (draft, sampled, which drafts are real) to accepted."""
 
     def verify(honest: Any, draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
         return rule(draft, sampled, torch.arange(draft.shape[1]) < num_drafts.unsqueeze(-1))
@@ -174,16 +174,16 @@ def stops_are_finite(a: Arguments) -> dict[str, object]:
 
 
 @instead(round_commit, "_decide")
-def stops_in_last_row_only(decide: Any, sampled: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+def stops_in_last_row_only(decide: Any, sampled: Tensor, *others_: Tensor) -> tuple[Tensor, Tensor]:
     hidden = torch.cat((torch.full_like(sampled[:, :-1], -2), sampled[:, -1:]), dim=1)
-    return decide(hidden, *rest)
+    return decide(hidden, *others_)
 
 
 def read_a_column_late(
-    engine: Any, sequence: Any, row: list[int], *rest: Any, own=Engine._apply
+    engine: Any, sequence: Any, row: list[int], *arguments: Any, apply=Engine._apply
 ) -> None:
-    """The samples of an emission as if they began a column later."""
-    own(engine, sequence, [*row[:EMISSION_HEAD], *row[EMISSION_HEAD + 1 :]], *rest)
+    """Read the samples of an emission from one column later."""
+    apply(engine, sequence, [*row[:EMISSION_HEAD], *row[EMISSION_HEAD + 1 :]], *arguments)
 
 
 def ring_of_one(patch: Patch) -> None:
@@ -204,7 +204,7 @@ def begins_one_early(window: Any, a: Arguments) -> Any:
 
 
 def placed(window: Any, a: Arguments, valid: Tensor, further: int = 0) -> Any:
-    """Its rows elsewhere in the cache."""
+    """Return the window with its rows at other places of the cache."""
     at = window.positions + further
     slots = round_window.kv_slots(a.page_table, at, valid, a.page_size, a.trash_slot)
     return dataclasses.replace(window, kv_slots=slots)
@@ -215,14 +215,14 @@ def kept_whatever_they_are(window: Any, a: Arguments) -> Any:
 
 
 @instead(round_window, "kv_slots")
-def kv_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-    """Rows after a window's first, beyond every prompt: plain decoding has none."""
+def kv_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
+    """Shift the rows after a window's first, beyond every prompt; plain decoding has none."""
     later = (torch.arange(positions.shape[1]) > 0) & (positions >= 16)
-    return kv_slots(table, positions + later.long(), *rest)
+    return kv_slots(table, positions + later.long(), *arguments)
 
 
 def first_row_only(**step: Any) -> Mutation:
-    """A step of the processing that verify rows do not get."""
+    """Return a mutation by which only first rows get a processing step."""
 
     def changed(process: Any, logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
         cheap = process(logits, draft, dataclasses.replace(tensors, **step))
@@ -232,15 +232,17 @@ def first_row_only(**step: Any) -> Mutation:
 
 
 def noise(key: Callable[[Tensor], Tensor]) -> Mutation:
-    """The target's noise at other positions than the tokens' own."""
+    """Return a mutation that draws the target's noise at other positions."""
     return around(
-        sampling, "draw_rows", lambda draw, processed, at, *rest: draw(processed, key(at), *rest)
+        sampling,
+        "draw_rows",
+        lambda draw, processed, at, *arguments: draw(processed, key(at), *arguments),
     )
 
 
 @instead(Sampler, "admit")
-def seed_of_slot(admit: Any, sampler: Sampler, slot: int, *given: Any) -> None:
-    admit(sampler, slot, *given)
+def seed_of_slot(admit: Any, sampler: Sampler, slot: int, *arguments: Any) -> None:
+    admit(sampler, slot, *arguments)
     sampler.seed[slot] = slot
 
 
@@ -253,7 +255,7 @@ def without_drafts(generated: Tensor, draft: Tensor) -> Tensor:
 
 
 def hide(early: Callable[[Tensor], Tensor]) -> Mutation:
-    """The mask of min_tokens, with row i taken for row early(i)."""
+    """Return a mutation of the mask of min_tokens that treats row i as row early(i)."""
 
     def hide(logits: Tensor, tensors: SamplingTensors) -> Tensor:
         rows = early(torch.arange(logits.shape[1]))
@@ -267,7 +269,7 @@ def hide(early: Callable[[Tensor], Tensor]) -> Mutation:
 
 
 def head(late: int = 0, **needs_not: bool) -> Mutation:
-    """The head that draws by itself: used where it must not be, or drawing `late` positions late."""
+    """Return a mutation of the sampling head: used where it must not be, or `late` positions late."""
 
     def changed(
         draw: Any, sampler: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any
@@ -305,7 +307,7 @@ def one_further(result: None, a: Arguments) -> None:
 
 
 def catch_up(change: Callable[[int], int | None]) -> Mutation:
-    """The drafter's cache brought up by another number of rounds, or not at all."""
+    """Return a mutation that catches up another number of rounds, or none."""
 
     def changed(honest: Any, proposer: DraftModelProposer, rounds: int, views: Any) -> None:
         if (other := change(rounds)) is not None:
@@ -322,11 +324,11 @@ def pauses_are_not_counted(launch: Any, queue: LocalRoundQueue, *args: Any) -> A
 
 @instead(LocalRoundQueue, "launch")
 def pauses_begin_late(launch: Any, queue: LocalRoundQueue, k: int, *args: Any) -> Any:
-    behind = queue.missing_tokens
-    ticket = launch(queue, k, *args)
-    if k and not behind:
+    missing_before = queue.missing_tokens
+    pending = launch(queue, k, *args)
+    if k and not missing_before:
         queue.missing_tokens = 0
-    return ticket
+    return pending
 
 
 @instead(Engine, "read_oldest_round")

@@ -1,4 +1,4 @@
-"""The number of threads that follows the load of other programs, and that it changes no text."""
+"""The thread count that follows the load of other processes, and texts that do not depend on it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.helpers import get_local_queue
 pytestmark = pytest.mark.usefixtures("every_trial")
 
 
-def test_busy_seconds(tmp_path: Path) -> None:
-    """Of the wanted CPUs only; what has a low priority gives way and does not count, stolen time does."""
+def test_busy_seconds_are_summed_over_the_cpus(tmp_path: Path) -> None:
+    """Only the requested CPUs count; low-priority time does not count, stolen time does."""
     stat = tmp_path / "stat"
     stat.write_text(
         "cpu 9 9 9 9 9 9 9 9\ncpu0 100 50 20 999 9 1 2 7 0 0\ncpu1 10 0 0 5 0 0 0 0\nintr 5\n"
@@ -51,22 +51,22 @@ def test_threads_give_way(
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After looks at these loads, a window apart or so many seconds."""
-    at = busy = 0.0
+    """After readings of these loads, a window or so many seconds apart."""
+    now = busy = 0.0
     monkeypatch.setattr(
-        cpu_load, "time", SimpleNamespace(perf_counter=lambda: at, process_time=lambda: 0.0)
+        cpu_load, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: 0.0)
     )
     monkeypatch.setattr(cpu_load, "busy_seconds", lambda _: busy)
     threads = AdaptiveThreads(counts, lambda _: None)
-    found = []
+    thread_counts = []
     threads.cpus = tuple(range(cpus))
-    for each in loads:
-        passed, load = each if isinstance(each, tuple) else (1.5 * cpu_load.WINDOW, each)
-        at = at + passed
-        busy = busy + passed * load
+    for reading in loads:
+        seconds, load = reading if isinstance(reading, tuple) else (1.5 * cpu_load.WINDOW, reading)
+        now = now + seconds
+        busy = busy + seconds * load
         threads.adapt()
-        found.append(threads.count)
-    assert found == expected
+        thread_counts.append(threads.count)
+    assert thread_counts == expected
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def threads(monkeypatch: pytest.MonkeyPatch, keep_threads: None) -> None:
     unavailable_reason() is not None, reason=f"no C kernels: {unavailable_reason()}"
 )
 @pytest.mark.parametrize("spec", ["off", "mtp"])
-def test_a_changing_number_changes_no_text(
+def test_a_changing_thread_count_changes_no_text(
     monkeypatch: pytest.MonkeyPatch, threads: None, spec: str
 ) -> None:
     """Another number of threads in every round, alone and eight together, greedy and sampled."""
@@ -108,7 +108,7 @@ def test_a_changing_number_changes_no_text(
 
 @pytest.mark.parametrize("ctx", [16, 65])
 def test_short_contexts_open(ctx: int) -> None:
-    """What is tried at load never passes the end of the context."""
+    """The probe at load does not go beyond the end of the context."""
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     engine = Engine(EngineConfig(model=demo_folder(), ctx=ctx, spec="off"))
     assert engine.plan.threads_follow == (engine.plan.shape.kernels == "native")
@@ -119,14 +119,14 @@ def test_short_contexts_open(ctx: int) -> None:
 
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("options", [{"threads": 2}, {"kernels": "torch", "dtype": "float32"}])
-def test_other_threads_stay(threads: None, options: dict[str, Any]) -> None:
-    """`--threads` is obeyed whatever the load; in torch's form their number depends on the machine alone."""
+def test_a_fixed_thread_count_does_not_change(threads: None, options: dict[str, Any]) -> None:
+    """With `--threads` the load does not matter; in torch's form only the machine does."""
     engine = Engine(EngineConfig(model=demo_folder(), slots=1, ctx=256, spec="off", **options))
     assert get_local_queue(engine).threads._counts == (2,) and not engine.plan.threads_follow
 
 
 @pytest.mark.parametrize(
-    ("most", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))]
+    ("maximum", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))]
 )
-def test_numbers_to_choose_from(most: int, counts: tuple[int, ...]) -> None:
-    assert cpu_load.thread_counts(most) == counts
+def test_thread_counts_go_down_to_half(maximum: int, counts: tuple[int, ...]) -> None:
+    assert cpu_load.thread_counts(maximum) == counts

@@ -1,4 +1,4 @@
-"""Text as it grows equals the whole decoded; stops do not depend on how tokens fall into rounds."""
+"""Incremental text equals the decoded text, and stops do not depend on how tokens fall into rounds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ def run(
     min_tokens: int = 0,
     rounds: Sequence[int] = (),
 ) -> tuple[list[str], int | None]:
-    """Texts handed out a round (so many tokens, or one), and how many tokens were taken before a stop."""
+    """Return the text of each round, and how many tokens were taken up to a stop.
+
+    rounds: the tokens of each round, by default one.
+    """
     detokenizer = Detokenizer(lambda ids: b"".join(map(tokens.__getitem__, ids)), stops, min_tokens)
     sizes = list(rounds or [1] * len(tokens))
-    at = 0
+    taken_count = 0
     texts: list[str] = []
-    while at < len(tokens):
+    while taken_count < len(tokens):
         for _ in range(sizes.pop(0) if sizes else len(tokens)):
-            if at < len(tokens):
-                at += 1
-                if detokenizer.push(at - 1):
-                    return [*texts, detokenizer.take(final=True)], at
+            if taken_count < len(tokens):
+                taken_count += 1
+                if detokenizer.push(taken_count - 1):
+                    return [*texts, detokenizer.take(final=True)], taken_count
         texts.append(detokenizer.take())
     return [*texts, detokenizer.take(final=True)], None
 
@@ -35,16 +38,16 @@ def run(
 def by_definition(
     tokens: Sequence[bytes], stops: Sequence[str], min_tokens: int
 ) -> tuple[str, int | None]:
-    """The text a request keeps, and the token count at its stop, from whole prefixes of the tokens."""
+    """Return the text of a request, and the token count at its stop, by the definition."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = ""
     for count, token in enumerate(tokens, 1):
-        before = len(text)
+        length_before = len(text)
         text += decoder.decode(token)
         # Occurrences that this token's characters complete; the one that begins first wins.
-        found = [text.find(stop, max(0, before - len(stop) + 1)) for stop in stops]
-        if count > min_tokens and max(found, default=-1) >= 0:
-            return text[: min(start for start in found if start >= 0)], count
+        starts = [text.find(stop, max(0, length_before - len(stop) + 1)) for stop in stops]
+        if count > min_tokens and max(starts, default=-1) >= 0:
+            return text[: min(start for start in starts if start >= 0)], count
     return text + decoder.decode(b"", final=True), None
 
 
@@ -68,7 +71,7 @@ pieces = (
 def test_stops_are_found(
     tokens: list[bytes], stops: list[str], min_tokens: int, rounds: list[int]
 ) -> None:
-    """A stop counts once a token after the first min_tokens completes it, whatever rounds and tokens hold."""
+    """A stop counts if a token after the first min_tokens completes it, in whichever round."""
     texts, stopped = run(tokens, stops, min_tokens, rounds)
     assert ("".join(texts), stopped) == by_definition(tokens, stops, min_tokens)
     assert stopped or "".join(texts) == b"".join(tokens).decode("utf-8", "replace")
@@ -80,10 +83,10 @@ def test_stops_are_found(
     stops=st.lists(st.text("ab", min_size=2, max_size=4), min_size=1, max_size=3),
 )
 def test_only_the_beginning_of_a_stop_is_held_back(tokens: list[bytes], stops: list[str]) -> None:
-    """After each token, what is not yet handed out could still become a stop; nothing else waits."""
+    """After each token, only text that may still become a stop is withheld."""
     texts, stopped = run(tokens, stops)
-    told = ""
+    returned = ""
     for count, text in enumerate(texts[: len(tokens) if stopped is None else stopped - 1], 1):
-        told += text
-        waiting = b"".join(tokens[:count]).decode()[len(told) :]
-        assert not waiting or any(stop.startswith(waiting) and stop != waiting for stop in stops)
+        returned += text
+        withheld = b"".join(tokens[:count]).decode()[len(returned) :]
+        assert not withheld or any(stop.startswith(withheld) and stop != withheld for stop in stops)

@@ -1,4 +1,4 @@
-"""How many tokens are drafted or copied: fixed when asked, else what acceptance and cost favour."""
+"""The choice of the draft length: fixed if requested, else by acceptance and cost; and of lookup alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import get_local_queue, make_engine, random_prompts, run_all
 
 
 def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
-    """The k of each round when this share of the drafts is accepted, all of them leading."""
+    """Return the k of each round if this share of the drafts is accepted, all of them leading."""
     chosen = []
     for _ in range(rounds):
         chosen.append(k := length.choose())
@@ -59,7 +59,7 @@ def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
 
 
 def test_a_rounds_slots_weigh_together() -> None:
-    """Sixteen slots' outcomes are one round's evidence: their order means nothing, and none rules alone."""
+    """The outcomes of sixteen slots are one round's evidence: their order does not matter."""
     outcomes = [0, 4, 4, 2, 1, 4, 0, 3, 4, 4, 1, 2, 4, 0, 4, 3]
     rates = []
     for order in (outcomes, sorted(outcomes), sorted(outcomes, reverse=True)):
@@ -69,13 +69,15 @@ def test_a_rounds_slots_weigh_together() -> None:
             for accepted in order:
                 length.observe(4, 4, accepted)
         rates.append(length.rate)
-    could = [accepted + (accepted < 4) for accepted in outcomes]
-    told = sum(map(rules.correlated_acceptance, could))
-    assert rates == pytest.approx([(sum(outcomes) - told) / (sum(could) - told)] * 3, rel=0.02)
+    tried = [accepted + (accepted < 4) for accepted in outcomes]
+    correlated = sum(map(rules.correlated_acceptance, tried))
+    assert rates == pytest.approx(
+        [(sum(outcomes) - correlated) / (sum(tried) - correlated)] * 3, rel=0.02
+    )
 
 
 def test_a_few_bad_rounds_are_drafted_through() -> None:
-    """From plain rounds the drafter has to catch up: none is run before they seemed better for a while."""
+    """After plain rounds the drafter has to catch up, so they are run only after some patience."""
     length = DraftLength(4, adaptive=True)
     length.times_by_load[1] = length.times
     length.times.has_started = True
@@ -113,7 +115,7 @@ def test_k_stays_in_range_whatever_is_observed(
 
 
 def test_each_requests_own_acceptance_weighs() -> None:
-    """One that accepts nearly all and one that accepts nothing want more than two that accept half."""
+    """Requests that accept nearly all and nothing need more drafts than two that accept half."""
     maximum = 6
     source = random.Random(0)
     length = DraftLength(maximum, adaptive=True)
@@ -121,39 +123,40 @@ def test_each_requests_own_acceptance_weighs() -> None:
     for _ in range(200):
         length.set_requests([(good, maximum), (bad, maximum)])
         length.observe_cost(maximum, 0.010, 0.001 * maximum, maximum)
-        for one, rate in ((good, 0.97), (bad, 0.0)):
+        for acceptance, rate in ((good, 0.97), (bad, 0.0)):
             accepted = next((i for i in range(maximum) if source.random() >= rate), maximum)
-            length.observe(maximum, maximum, accepted, one)
+            length.observe(maximum, maximum, accepted, acceptance)
     assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
     length.times_by_load[1] = length.times_by_load[2]  # the same costs
     length.times.has_started = True
-    for one, low, high in ((good, 6, 6), (bad, 0, 1)):
-        length.set_requests([(one, 6)])
+    for acceptance, low, high in ((good, 6, 6), (bad, 0, 1)):
+        length.set_requests([(acceptance, 6)])
         assert low <= length.choose() <= high
     length.set_requests([(good, 6), (bad, 6)])
-    rates = [one.rate(length.rate) for one in (good, bad)]
-    each = [rules.expected_tokens([rate], [6], 6)[6] for rate in rates]
-    assert rules.expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(each) / 2)
+    rates = [acceptance.rate(length.rate) for acceptance in (good, bad)]
+    tokens = [rules.expected_tokens([rate], [6], 6)[6] for rate in rates]
+    assert rules.expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(tokens) / 2)
 
 
 TOKENS = 64
-MOST = 4
+MAX_DRAFTS = 4
 """Of every request, and drafts a round."""
 
 
 def simulate(
     policy: DraftLength, count: int, rate: float, requests: int, *, waves: bool = False
 ) -> float:
-    """Tokens a millisecond of so many requests: the next begins where one ends, or (waves) where all have.
+    """Return the tokens per millisecond of `count` concurrent requests, of `requests` in all.
 
-    Sixteen rows are verified at once, further ones are dear; times have noise and hiccups.
+    The next request begins where one ends, or (waves) where all have ended. Sixteen rows are
+    verified at once, further ones are costly. Times have noise and outliers.
     """
     source = random.Random(1)
     clock = random.Random(0)
     time = 0.0
     k = 0
-    has_started = 0
-    present: list[
+    num_started = 0
+    active: list[
         Any
     ] = []  # how likely a draft is accepted, how many tokens are left, what is known of it
 
@@ -161,41 +164,42 @@ def simulate(
         hiccup = 6 if clock.random() < 0.02 else 1
         return time * clock.uniform(0.95, 1.08) * hiccup
 
-    while present or has_started < requests:
-        before = len(present)
-        present = [one for one in present if one[1] > 0]
-        begin = 0 if waves and present else min(count - len(present), requests - has_started)
+    while active or num_started < requests:
+        before = len(active)
+        active = [entry for entry in active if entry[1] > 0]
+        begin = 0 if waves and active else min(count - len(active), requests - num_started)
         for _ in range(begin):
-            present.append([min(0.98, max(0.02, source.gauss(rate, 0.1))), TOKENS, Acceptance()])
+            active.append([min(0.98, max(0.02, source.gauss(rate, 0.1))), TOKENS, Acceptance()])
         # the drafter's cache of a prompt is written
-        has_started = has_started + begin
+        num_started = num_started + begin
         time = time + 0.85 * begin
-        if begin or len(present) != before:
-            policy.set_requests([(acceptance, policy.maximum) for _, _, acceptance in present])
-        if not present:
+        if begin or len(active) != before:
+            policy.set_requests([(acceptance, policy.maximum) for _, _, acceptance in active])
+        if not active:
             continue
         next_k = policy.choose()
-        rows = len(present) * (k + 1)
-        verify = jitter(1.7 + 0.1 * len(present) + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
-        draft = jitter(next_k * (0.35 + 0.03 * len(present)))
+        rows = len(active) * (k + 1)
+        verify = jitter(1.7 + 0.1 * len(active) + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
+        draft = jitter(next_k * (0.35 + 0.03 * len(active)))
         time += (
-            verify + draft + (0 if next_k else 0.06 + 0.008 * len(present))
+            verify + draft + (0 if next_k else 0.06 + 0.008 * len(active))
         )  # its cache is kept up
         policy.observe_cost(k, verify, draft, next_k)
-        for one in present:
-            most = k if one[1] < TOKENS else 0
-            accepted = next((i for i in range(most) if source.random() >= one[0]), most)
-            if most:
-                policy.observe(k, most, accepted, one[2])
-            one[1] -= accepted + 1
+        for entry in active:
+            drafted = k if entry[1] < TOKENS else 0
+            accepted = next((i for i in range(drafted) if source.random() >= entry[0]), drafted)
+            if drafted:
+                policy.observe(k, drafted, accepted, entry[2])
+            entry[1] -= accepted + 1
         k = next_k
     return TOKENS * requests / time
 
 
 def best_of(count: int, rate: float, **waves: bool) -> tuple[float, float]:
-    """The speed without drafts beside a drafter that is kept up, and of the best fixed k."""
+    """Return the speed without drafts, with an idle drafter, and that of the best fixed k."""
     speeds = [
-        simulate(DraftLength(k, False), count, rate, 12 * count, **waves) for k in range(MOST + 1)
+        simulate(DraftLength(k, False), count, rate, 12 * count, **waves)
+        for k in range(MAX_DRAFTS + 1)
     ]
     return speeds[0], max(speeds)
 
@@ -207,16 +211,16 @@ def best_of(count: int, rate: float, **waves: bool) -> tuple[float, float]:
 def test_nearly_the_best_of_all_fixed_lengths_is_reached(
     count: int, rate: float, waves: bool
 ) -> None:
-    """Few requests want two or three drafts, many want none: each where it is so."""
+    """For few requests two or three drafts are best, for many none."""
     plain, best = best_of(count, rate, waves=waves)
-    policy = DraftLength(MOST, True)
+    policy = DraftLength(MAX_DRAFTS, True)
     simulate(policy, count, rate, 4 * count, waves=waves)
     assert simulate(policy, count, rate, 40 * count, waves=waves) > max(0.93 * best, 0.945 * plain)
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafting_comes_back_when_texts_change(count: int) -> None:
-    policy = DraftLength(MOST, True)
+    policy = DraftLength(MAX_DRAFTS, True)
     simulate(policy, count, 0.02, 30 * count)
     simulate(policy, count, 0.9, 80 * count)
     plain, best = best_of(count, 0.9)
@@ -228,18 +232,21 @@ COPYING = 8
 
 
 def copied(copying: list[bool], draft_seconds: float = 0.004, rate: float = 0.6) -> Any:
-    """(lengths, a request, k of each round); in those that copy, lookup is right, elsewhere finds nothing."""
+    """Return the policy, a request's acceptance, and the k of each round.
+
+    Lookup's drafts are all accepted in rounds that copy; in other rounds it has no match.
+    """
     length = DraftLength(K, True, lookup_k=COPYING)
-    own = Acceptance()
+    acceptance = Acceptance()
     chosen = list[int]()
-    length.set_requests([(own, COPYING)])
+    length.set_requests([(acceptance, COPYING)])
     for copies in copying:
         chosen.append(k := length.choose())
         forwards = k if k <= K else 0
         length.observe_cost(k, 0.010 + 0.0001 * k, draft_seconds * forwards, forwards)
-        found = k if copies or forwards else 0
-        length.observe(k, found, k if copies else round(rate * found), own, 7 * copies)
-    return length, own, chosen
+        drafted = k if copies or forwards else 0
+        length.observe(k, drafted, k if copies else round(rate * drafted), acceptance, 7 * copies)
+    return length, acceptance, chosen
 
 
 def test_lookup_drafts_alone_while_text_is_copied() -> None:
@@ -250,40 +257,44 @@ def test_lookup_drafts_alone_while_text_is_copied() -> None:
 
 
 def test_what_lookup_gives_says_nothing_of_the_model() -> None:
-    length, own, _ = copied([False] * 60)
-    before = length.rate, own.accepted, own.tried
+    length, acceptance, _ = copied([False] * 60)
+    before = length.rate, acceptance.accepted, acceptance.tried
     for _ in range(30):
         length.observe_cost(COPYING, 0.011, 0.0, 0)
-        length.observe(COPYING, COPYING, COPYING, own, 7)
-    assert (length.rate, own.accepted, own.tried) == before
-    length.observe(COPYING, 0, 0, own)
-    assert (length.rate, own.accepted, own.tried) == before and not own.has_lookup_match
+        length.observe(COPYING, COPYING, COPYING, acceptance, 7)
+    assert (length.rate, acceptance.accepted, acceptance.tried) == before
+    length.observe(COPYING, 0, 0, acceptance)
+    assert (
+        length.rate,
+        acceptance.accepted,
+        acceptance.tried,
+    ) == before and not acceptance.has_lookup_match
 
 
-def test_disappointment_ends_it() -> None:
-    """Where copies break off at once, hoping for them is given up."""
-    length, own, _ = copied([False] * 40)
+def test_lookup_alone_ends_once_its_drafts_are_rejected() -> None:
+    """Where copies end at once, lookup no longer drafts alone."""
+    length, acceptance, _ = copied([False] * 40)
     chosen = list[int]()
     for _ in range(60):
-        own.has_lookup_match = True
+        acceptance.has_lookup_match = True
         chosen.append(k := length.choose())
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
-        length.observe(k, k, 0 if k > K else 1, own, 6 if k > K else 0)
+        length.observe(k, k, 0 if k > K else 1, acceptance, 6 if k > K else 0)
     assert COPYING in chosen[:10] and COPYING not in chosen[-20:]
 
 
 def test_where_no_model_pays_a_match_is_followed() -> None:
-    """Plain rounds tell of matches, so that no slot drafts to hear of one; right ones go on."""
-    length, own, _ = copied([False] * 60, draft_seconds=0.05, rate=0.3)
+    """Plain rounds report matches, so no slot has to draft for that; right ones are followed."""
+    length, acceptance, _ = copied([False] * 60, draft_seconds=0.05, rate=0.3)
     length.times.trials.clear()
     assert length.choose() == 0
     for match, k in ((0, 0), (6, COPYING)):
-        length.observe(0, 0, 0, own, match)
+        length.observe(0, 0, 0, acceptance, match)
         length.times.trials.clear()
-        assert own.has_lookup_match == (match > 0) and length.choose() == k
+        assert acceptance.has_lookup_match == (match > 0) and length.choose() == k
     for accepted, trail in ((COPYING, True), (3, False)):
-        length.observe(COPYING, COPYING, accepted, own, 6)
-        assert own.has_lookup_match == trail
+        length.observe(COPYING, COPYING, accepted, acceptance, 6)
+        assert acceptance.has_lookup_match == trail
 
 
 def plan_of(**options: Any) -> EnginePlan:
@@ -307,21 +318,23 @@ def plan_of(**options: Any) -> EnginePlan:
         ({"spec": "ngram"}, "ngram", (8, 8)),
     ],
 )
-def test_how_many_each_drafts(options: dict[str, Any], spec: str, lengths: tuple[int, int]) -> None:
+def test_the_plan_limits_the_drafts_of_model_and_lookup(
+    options: dict[str, Any], spec: str, lengths: tuple[int, int]
+) -> None:
     plan = plan_of(**options)
     assert plan.spec == spec and (plan.shape.model_drafts, plan.shape.draft_max) == lengths
     assert plan.copy_draft_max == (plan.shape.draft_max if lengths[0] < lengths[1] else 0)
     assert max(plan.draft_tiers) == lengths[0]
 
 
-def test_the_shortest_match(tiny: Any) -> None:
+def test_lookup_next_to_a_model_needs_longer_matches(tiny: Any) -> None:
     alone = (plan_of(spec="ngram"), plan_of(model=tiny("qwen3"), spec="auto+ngram"))
     assert {plan.ngram_min for plan in alone} == {NGRAM_MIN}
     for options, shortest in (({}, LONG_MATCH), ({"ngram_min": 2}, 2), ({"ngram_max": 4}, 4)):
         assert plan_of(spec="mtp+ngram", **options).ngram_min == shortest
 
 
-def test_the_demo_copies() -> None:
+def test_lookup_drafts_alone_on_the_demo() -> None:
     """A prompt full of one line: lookup drafts alone, and the text is the plain one."""
     prompt = random_prompts(1, 20, 900, seed=3)[0] * 4
     params = SamplingParams(

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Structured output: masks along drafts, texts that match, and the same ones with and without speculation."""
+"""Structured output: masks along drafts, matching texts, and equal texts with and without speculation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.sampling_params import SamplingSteps
 from tests.helpers import get_local_queue, make_fast_engine, random_prompts, run_requests
-from tests.runtime.round_law import LIMIT_OF_ERROR, difference
-from tests.runtime.rule_law import RULES, RuleCase, RuleEnumeration
-from tests.runtime.target_law import number_of
+from tests.runtime.round_distribution import LIMIT_OF_ERROR, difference
+from tests.runtime.rule_distribution import RULES, RuleCase, RuleEnumeration
+from tests.runtime.target_distribution import number_of
 
 VOCAB = 320
 PATTERN = "(ab|cd|[0-9]{3}){4,9}!"
@@ -81,15 +81,15 @@ def compiler(target: Path) -> GrammarCompiler:
 
 
 def requests(temperature: float, count: int = 90) -> list[Request]:
-    """Grammars of every kind, and one request without."""
+    """Return a request for a grammar of each kind, and one without."""
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=count) for i in (0, 1, 2, 9)
     ]
-    found = [
+    requests_ = [
         Request(kind, PROMPTS[i], params[i], grammar=TEXTS[kind]) for i, kind in enumerate(TEXTS)
     ]
     return [
-        *found,
+        *requests_,
         Request("free", PROMPTS[0], replace(params[3], max_tokens=40, repetition_penalty=1.2)),
     ]
 
@@ -114,33 +114,33 @@ def test_texts_match(
     options: dict[str, Any],
     lags: tuple[int, ...],
 ) -> None:
-    """They are plain ones; under rules that test a draft's probability, those of each request alone."""
-    asked = requests(temperature)
-    ruled = "verify" in options
-    model = tiny("qwen3", layers=1, seed=4) if ruled else target
+    """Texts equal plain decoding; under rules that test probabilities, those of each request alone."""
+    batch = requests(temperature)
+    tests_probability = "verify" in options
+    model = tiny("qwen3", layers=1, seed=4) if tests_probability else target
     options = options if options is NGRAM else {**options, "draft_model": model}
-    plain = run_requests(make_fast_engine(target, **(options if ruled else {})), asked)
+    plain = run_requests(make_fast_engine(target, **(options if tests_probability else {})), batch)
     for kind, run in zip(TEXTS, plain, strict=False):
         assert run.finish_reason in ("stop", "length")
         assert run.finish_reason == "length" or fits(kind, run.text), run.text
     assert sum(run.finish_reason == "stop" for run in plain) >= 2
-    made = [
-        run_requests(make_fast_engine(target, slots=4, lag=lag, **options), asked) for lag in lags
+    runs_by_lag = [
+        run_requests(make_fast_engine(target, slots=4, lag=lag, **options), batch) for lag in lags
     ]
-    for runs in made:
+    for runs in runs_by_lag:
         assert [run.output for run in runs] == [run.output for run in plain]
         # Waiting for masks costs no draft: what is verified is the same at every lag.
-        assert [run.drafts for run in runs] == [run.drafts for run in made[0]]
-    assert sum(run.metrics.draft_n_accepted for run in made[0][:3]) > 0
+        assert [run.drafts for run in runs] == [run.drafts for run in runs_by_lag[0]]
+    assert sum(run.metrics.draft_n_accepted for run in runs_by_lag[0][:3]) > 0
 
 
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
     """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
     engine = make_fast_engine(target, slots=2, lag=2)
-    device = engine.round_queue
+    queue = engine.round_queue
     launch = engine.round_queue.launch
     rounds = list[list[bool]]()
-    device.launch = lambda *args: rounds.append(device.state.active.tolist()) or launch(*args)  # type: ignore
+    queue.launch = lambda *args: rounds.append(queue.state.active.tolist()) or launch(*args)  # type: ignore
     run_requests(engine, [requests(1.0)[3], requests(1.0)[0]])
     assert (
         all(first for first, _ in rounds[:30])
@@ -169,14 +169,14 @@ def mask_of(grammar: Any) -> torch.Tensor:
 def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
     compiler: GrammarCompiler, kind: str
 ) -> None:
-    """Row by row against a matcher that took those tokens for good; afterwards nothing has happened."""
+    """Row by row against a matcher that has accepted those tokens; the state is unchanged afterwards."""
     ends = {300, 301}
     source = random.Random(len(kind))
     legal_runs = 0
     grammar = compiler.compile(TEXTS[kind], ends)
-    walked = list[int]()
+    accepted = list[int]()
     for _ in range(40):
-        probe = reached(compiler, TEXTS[kind], walked, ends)
+        probe = reached(compiler, TEXTS[kind], accepted, ends)
         drafts = list[int]()
         while len(drafts) < 5 and not probe.is_finished:  # legal drafts but for one in ten
             options = sorted(allowed(mask_of(probe)) - ends)
@@ -190,20 +190,20 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
         legal_runs += legal > 1
         for i in range(legal + 1):
             after = reached(
-                compiler, TEXTS[kind], walked + [d for d in drafts[:i] if d not in ends], ends
+                compiler, TEXTS[kind], accepted + [d for d in drafts[:i] if d not in ends], ends
             )
             if after.is_finished or (i and drafts[i - 1] in ends):
                 break
-            assert torch.equal(rows[i], mask_of(after)), (walked, drafts, i)
+            assert torch.equal(rows[i], mask_of(after)), (accepted, drafts, i)
         if legal < len(drafts) and legal < i + 1:
             assert drafts[legal] not in allowed(rows[legal])
-        walked.append(
+        accepted.append(
             drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends)
         )
-        grammar.accept(walked[-1])
+        grammar.accept(accepted[-1])
         if grammar.is_finished:
             grammar = compiler.compile(TEXTS[kind], ends)
-            walked = []
+            accepted = []
     assert legal_runs > 3
 
 
@@ -212,31 +212,31 @@ def free_rows(rows: int) -> torch.Tensor:
 
 
 def thinking(target: Path) -> tuple[list[int], int, int]:
-    """(tokens, position, id) of a token that a plain run says for the first time somewhere inside."""
+    """Return the tokens of a plain run, and the index and id of one that first occurs in their middle."""
     plain = run_requests(
         make_fast_engine(target), [Request("p", PROMPTS[1], SamplingParams(max_tokens=30))]
     )[0]
-    seen = plain.tokens
-    at = next(i for i in range(6, 30) if seen[i] not in seen[:i] and i % 5 in (2, 3))
-    return seen, at, seen[at]
+    tokens = plain.tokens
+    index = next(i for i in range(6, 30) if tokens[i] not in tokens[:i] and i % 5 in (2, 3))
+    return tokens, index, tokens[index]
 
 
 def lengths_at_masks(queue: LocalRoundQueue) -> list[int]:
     """Return a list that gets a slot's length whenever its masks arrive."""
     lengths: list[int] = []
-    allow = queue.set_masks
+    set_masks = queue.set_masks
 
-    def noted(slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
+    def recording(slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
         lengths.append(int(queue.state.length[slot]))
-        allow(slot, rows, drafts, legal)
+        set_masks(slot, rows, drafts, legal)
 
-    queue.set_masks = noted  # type: ignore[method-assign]
+    queue.set_masks = recording  # type: ignore[method-assign]
     return lengths
 
 
 def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
-    """Also where that token is a draft in an accepted run; rounds before it wait for no masks."""
-    seen, at, end = thinking(target)
+    """Also where that token is an accepted draft; rounds before it do not wait for masks."""
+    thinking_tokens, at, end = thinking(target)
     text = GrammarSpec("regex", PATTERN, after=end)
     request = Request("t", PROMPTS[1], SamplingParams(max_tokens=60), grammar=text)
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
@@ -247,7 +247,7 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
         runs += run_requests(engine, [request])
         assert min(lengths) == len(PROMPTS[1]) + at + 1, "a round waited for its masks"
     assert all(run.output == runs[0].output for run in runs) and runs[1].drafts == runs[2].drafts
-    assert runs[0].tokens[: at + 1] == seen[: at + 1]
+    assert runs[0].tokens[: at + 1] == thinking_tokens[: at + 1]
     assert re.fullmatch(PATTERN, engine.tokenizer.decode(runs[0].tokens[at + 1 :])), runs[0].text
     assert runs[1].drafted[at] and runs[1].drafted[at - 1], (
         "the end was no draft inside an accepted run"
@@ -255,12 +255,12 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
 
 
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
-    """By -n, by a stop string and by a stop id; not where the text may be complete. And while thinking."""
+    """Ends by -n, a stop string and a stop id, but not of a complete text; and ends while thinking."""
     digits = tuple(range(48, 58))
-    seen, at, end = thinking(target)
+    thinking_tokens, at, end = thinking(target)
     early = "the text ended before the regex was complete"
     late = GrammarSpec("regex", "a", after=end)
-    last = {"max_tokens": 60, "stop_token_ids": (seen[at - 1],)}
+    last = {"max_tokens": 60, "stop_token_ids": (thinking_tokens[at - 1],)}
     cases: list[tuple[GrammarSpec, dict[str, Any], tuple[str, str | None]]] = [
         (GrammarSpec("regex", "[0-9]{9}"), {"max_tokens": 2}, ("length", early)),
         (GrammarSpec("regex", "[0-9]+"), {"max_tokens": 2}, ("length", None)),
@@ -281,41 +281,41 @@ def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
 
 
 def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing allowed behind the third token: the three are kept, and no other request notices."""
-    asked = [requests(1.0)[0], requests(1.0)[3]]
-    whole, alone = run_requests(make_fast_engine(target), asked)
-    honest = Grammar._write_mask
-    left = [3]
+    """No token is allowed after the third: three tokens are returned, and other requests continue."""
+    batch = [requests(1.0)[0], requests(1.0)[3]]
+    uninterrupted, alone = run_requests(make_fast_engine(target), batch)
+    original = Grammar._write_mask
+    remaining_masks = [3]
 
     def write(self: Grammar, matcher: Matcher, row: torch.Tensor) -> None:
-        honest(self, matcher, row)
-        left[0] -= 1
-        if left[0] < 0:
+        original(self, matcher, row)
+        remaining_masks[0] -= 1
+        if remaining_masks[0] < 0:
             row.zero_()
 
     monkeypatch.setattr(Grammar, "_write_mask", write)
     engine = make_fast_engine(target, slots=2, lag=2)
-    done = engine.generate(asked)
-    assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", whole.tokens[:3])
+    done = engine.generate(batch)
+    assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", uninterrupted.tokens[:3])
     assert "grammar dead end" in str(done[0].error)
     assert list(done[1].token_ids) == alone.tokens
     assert engine.page_table.num_available == engine.plan.shape.num_pages - 2
 
 
 def test_interrupted_grammars_go_on_where_they_were(target: Path) -> None:
-    """Those that begin behind a token, too."""
-    asked = [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests(1.0)]
+    """Also for grammars that begin after a token."""
+    batch = [replace(request, prompt_ids=request.prompt_ids * 2) for request in requests(1.0)]
     free = run_requests(
-        make_fast_engine(target, ctx=192), [replace(one, grammar=None) for one in asked]
+        make_fast_engine(target, ctx=192), [replace(request, grammar=None) for request in batch]
     )
-    for one, run in zip([*asked], free, strict=True):
-        behind = one.grammar and replace(one.grammar, after=run.tokens[4], optional=True)
-        asked.append(replace(one, id=f"again {one.id}", grammar=behind))
-    alone = [run.output for run in run_requests(make_fast_engine(target, ctx=192), asked)]
+    for request, run in zip([*batch], free, strict=True):
+        deferred = request.grammar and replace(request.grammar, after=run.tokens[4], optional=True)
+        batch.append(replace(request, id=f"again {request.id}", grammar=deferred))
+    alone = [run.output for run in run_requests(make_fast_engine(target, ctx=192), batch)]
     engine = make_fast_engine(
         target, slots=5, ctx=192, cache_pages=3, lag=1, spec="ngram", ngram_min=1
     )
-    runs = run_requests(engine, asked)
+    runs = run_requests(engine, batch)
     assert [run.output for run in runs] == alone
     assert sum(run.metrics.preemptions for run in runs) > 1
 
@@ -361,13 +361,13 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "why"), BAD)
+@pytest.mark.parametrize(("kind", "text", "message"), BAD)
 def test_what_cannot_be_read_is_refused_at_admission(
-    target: Path, kind: Any, text: str, why: str
+    target: Path, kind: Any, text: str, message: str
 ) -> None:
     engine = make_fast_engine(target)
     flag = {"schema": "--schema", "regex": "--grammar", "lark": "--grammar"}[kind]
-    with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({why})") as caught:
+    with pytest.raises(UsageError, match=f"^{flag} cannot be used: .*({message})") as caught:
         engine.add(Request("x", (1,), SamplingParams(), grammar=GrammarSpec(kind, text)))
     assert caught.value.fix and not engine.has_work
     assert (
@@ -387,7 +387,7 @@ PARTS: list[tuple[dict[str, Any], str]] = [
 def test_as_many_parts_as_are_supported_are_held(
     compiler: GrammarCompiler, schema: dict[str, Any], text: str
 ) -> None:
-    """An `enum` of plain values is one part; what only describes is none."""
+    """An `enum` of plain values is one part; keywords that only describe are none."""
     grammar = compiler.compile(GrammarSpec("schema", json.dumps(schema)), (END,))
     assert grammar is not None
     for byte in text.encode():
@@ -438,7 +438,7 @@ END = 301
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: float) -> None:
-    """A prompt inside thinking with three budgets, one outside, one with a grammar behind, one without."""
+    """Prompts inside thinking with three budgets, outside, with a grammar after it, and without a budget."""
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=24, ignore_eos=True)
     free = Request("free", random_prompts(1, 12, 256)[0], params)
     inside = {f"{n}": ThinkingBudget(n, END, BEGIN, inside=True) for n in (0, 1, 7)}
@@ -447,16 +447,20 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         "outside": ThinkingBudget(0, END),
         "then": ThinkingBudget(3, END, inside=True),
     }
-    asked = [free, *(replace(free, id=name, thinking=budget) for name, budget in budgets.items())]
-    asked[-1] = replace(asked[-1], grammar=GrammarSpec("regex", "[ab]{6}", after=END))
-    runs = run_requests(make_fast_engine(target), asked)
-    plain = {request.id: run for request, run in zip(asked, runs, strict=True)}
-    said = plain["free"].tokens
-    assert END not in said, "else another seed"
+    batch = [free, *(replace(free, id=name, thinking=budget) for name, budget in budgets.items())]
+    batch[-1] = replace(batch[-1], grammar=GrammarSpec("regex", "[ab]{6}", after=END))
+    runs = run_requests(make_fast_engine(target), batch)
+    plain = {request.id: run for request, run in zip(batch, runs, strict=True)}
+    free_tokens = plain["free"].tokens
+    assert END not in free_tokens, "else another seed"
     for budget in (0, 1, 7):
         tokens = plain[str(budget)].tokens
-        assert tokens[:budget] == said[:budget] and tokens[budget] == END and tokens.count(END) == 1
-    assert plain["outside"].tokens == said
+        assert (
+            tokens[:budget] == free_tokens[:budget]
+            and tokens[budget] == END
+            and tokens.count(END) == 1
+        )
+    assert plain["outside"].tokens == free_tokens
     assert plain["then"].tokens[3] == END and plain["then"].finish_reason == "stop"
     assert set(plain["then"].text[-6:]) <= {"a", "b"}
     methods: tuple[dict[str, Any], ...] = (
@@ -464,22 +468,22 @@ def test_the_text_is_the_same_however_it_is_made(target: Path, temperature: floa
         {"spec": "draft", "draft_model": target, "draft_max": 4, "lag": 2},
     )
     for options in methods:
-        found = run_requests(make_fast_engine(target, slots=6, **options), asked)
-        assert [run.output for run in found] == [run.output for run in runs], options
+        speculated = run_requests(make_fast_engine(target, slots=6, **options), batch)
+        assert [run.output for run in speculated] == [run.output for run in runs], options
 
 
 def test_thinking_ends_where_its_budget_does() -> None:
-    """A row that is masked allows the end of thinking alone; a draft that goes on is not legal there."""
+    """A masked row allows the end of thinking alone, and a draft that continues is not legal there."""
 
     def legal(tokens: list[int], drafts: list[int], budget: int = 2) -> tuple[int, list[int]]:
         state = Grammar(None, budget=ThinkingBudget(budget, END, BEGIN))
         for token in tokens:
             state.accept(token)
         rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
-        found = state.masks(drafts, rows)
-        only = torch.zeros(10, dtype=torch.int32)
-        only[END // 32] = 1 << END % 32
-        return found, [i for i in range(found + 1) if torch.equal(rows[i], only)]
+        num_legal = state.masks(drafts, rows)
+        end_mask = torch.zeros(10, dtype=torch.int32)
+        end_mask[END // 32] = 1 << END % 32
+        return num_legal, [i for i in range(num_legal + 1) if torch.equal(rows[i], end_mask)]
 
     assert legal([], [BEGIN, 1, 2, END]) == (4, [3])
     assert legal([], [BEGIN, 1, 2, 3]) == (3, [3])
@@ -489,7 +493,7 @@ def test_thinking_ends_where_its_budget_does() -> None:
     assert legal([BEGIN], [], budget=0) == (0, [0])
 
 
-# -- under rules that test a draft's probability, the law is exactly the masked target's -----------------
+# -- rules that test a draft's probability keep the distribution of the masked target ----------------
 
 MIXED = SamplingParams(temperature=0.75, logit_bias=((0, 0.5),), presence_penalty=0.25)
 
@@ -528,7 +532,7 @@ class TableMatcher:
 
 
 class GrammarEnumeration(RuleEnumeration):
-    """All cases, each slot armed by the program before each round."""
+    """All cases; the program sets each slot's masks before each round."""
 
     def __init__(self, case: RuleCase, table: torch.Tensor, allowed: torch.Tensor) -> None:
         self.allowed = allowed
@@ -545,8 +549,8 @@ class GrammarEnumeration(RuleEnumeration):
         return replace(needs, grammar=True)
 
 
-def law_error(case: RuleCase) -> float:
-    """How far the rounds' law, continued by the masked target, is from the masked target's own."""
+def distribution_error(case: RuleCase) -> float:
+    """Return the largest difference of the rounds' distribution from the masked target's."""
     table, allowed = case.table(), case.table(1, masked=True).isfinite()
     masked = table.masked_fill(~allowed, float("-inf"))
     with torch.inference_mode():
@@ -557,48 +561,48 @@ def law_error(case: RuleCase) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("ks", [(1,), (2,), (1, 1), pytest.param((3,), marks=pytest.mark.slow)])
-def test_rounds_have_the_law_of_the_masked_target(
+def test_rounds_have_the_distribution_of_the_masked_target(
     ks: tuple[int, ...], drawn: bool, rule: str
 ) -> None:
-    assert law_error(RuleCase(ks, MIXED, seed=4, rule=rule, drawn=drawn)) < LIMIT_OF_ERROR
+    assert distribution_error(RuleCase(ks, MIXED, seed=4, rule=rule, drawn=drawn)) < LIMIT_OF_ERROR
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the coupled rule does with a draft that a mask forbids is wrong here, and is seen."""
+    """Dropping a forbidden draft untested, as the coupled rule does, is detected here."""
     monkeypatch.setitem(
-        globals(), "activate", lambda *given, honest=activate: honest(*given[:3], "coupled")
+        globals(), "activate", lambda *arguments, honest=activate: honest(*arguments[:3], "coupled")
     )
-    assert law_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
+    assert distribution_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
 
 
 def test_a_mark_in_thinking_begins_no_grammar(target: Path) -> None:
-    """Where the prompt opened thinking that goes on; behind its end the mark begins one."""
-    seen, at, mark = thinking(target)
-    never = next(token for token in range(256) if token not in seen)
+    """Where the prompt is inside thinking; after its end the mark begins the grammar."""
+    thinking_tokens, at, mark = thinking(target)
+    never = next(token for token in range(256) if token not in thinking_tokens)
     base = GrammarSpec("regex", PATTERN, after=mark, optional=True)
     around = {
         "in": ThinkingTokens(None, never, inside=True),
-        "behind": ThinkingTokens(None, seen[at - 1], inside=True),
+        "behind": ThinkingTokens(None, thinking_tokens[at - 1], inside=True),
         "out": ThinkingTokens(None, never),
     }
     params = SamplingParams(max_tokens=30)
-    asked = [
+    batch = [
         Request(name, PROMPTS[1], params, grammar=replace(base, thinking=tokens))
         for name, tokens in around.items()
     ]
     drafts: dict[str, Any] = {"spec": "draft", "draft_model": target, "draft_max": 4}
     for options in ({}, {"lag": 2}, drafts, drafts | {"lag": 2}, NGRAM):
         engine = make_fast_engine(target, slots=3, **options)
-        within, behind, out = run_requests(engine, asked)
-        assert within.tokens == seen, options
-        assert behind.tokens == out.tokens and out.tokens[: at + 1] == seen[: at + 1]
-        said = engine.tokenizer.decode(out.tokens[at + 1 :])
-        assert re.match("(ab|cd|[0-9]{3})+", said), (options, said)
+        within, behind, out = run_requests(engine, batch)
+        assert within.tokens == thinking_tokens, options
+        assert behind.tokens == out.tokens and out.tokens[: at + 1] == thinking_tokens[: at + 1]
+        text = engine.tokenizer.decode(out.tokens[at + 1 :])
+        assert re.match("(ab|cd|[0-9]{3})+", text), (options, text)
 
 
 def test_where_thinking_begins_and_ends(target: Path) -> None:
-    """By its tokens among the first of a reply, by the prompt, and in drafts that are only looked at."""
+    """By its tokens among the first of a reply, by the prompt, and in drafts."""
     matcher = GrammarCompiler(Tokenizer.open(target), VOCAB)._initial_matcher("regex", "x")
     for tokens, drafts, inside, begun in (
         ([BEGIN, 7], [], False, False),
@@ -623,7 +627,7 @@ CHAIN = '"d{}": {{"properties": {{"a": {{"$ref": "#/$defs/d{}"}}}}}}'
 
 @pytest.mark.parametrize("kind", ["schema", "lark"])
 def test_long_chains_of_references_end_no_process(target: Path, kind: str) -> None:
-    """In a thread of its own, as a server has it: the stack of one is small."""
+    """In a separate thread, as in a server, where the stack is small."""
     if kind == "lark":
         rules = [f'r{n}: "x" r{n + 1} | "y"' for n in range(9_000)]
         text = "\n".join(["start: r0", *rules, 'r9000: "z"'])

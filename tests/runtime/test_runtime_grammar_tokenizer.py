@@ -90,11 +90,11 @@ def test_names_of_control_tokens_are_written_by_ordinary_ones(
         "regex": GrammarSpec("regex", f"x{re.escape(text)}y"),
     }
     tokens = walk(tokenizer, grammars[kind])
-    whole = tokenizer.decode(tokens)
-    assert text in whole
+    decoded = tokenizer.decode(tokens)
+    assert text in decoded
     assert {END, MARK, MARK + 1}.isdisjoint(tokens)
     if kind == "key":
-        assert json.loads(whole) == {text: 1}
+        assert json.loads(decoded) == {text: 1}
 
 
 def test_control_tokens_in_a_lark_grammar_are_tokens(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Captured rounds without a GPU, by a stand-in for capture: the same texts, and nothing has moved."""
+"""Captured rounds without a GPU, by a stand-in for capture: equal texts, and no tensor has moved."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ Shelf = Callable[..., Path]
 
 
 def two_slots(model: Path, **options: Any) -> Engine:
-    """An engine on the CPU, whatever else is there."""
+    """Return an engine on the CPU."""
     return make_engine(model, **{"slots": 2, "device": "cpu", **options})
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """An engine whose rounds are captured by the stand-in."""
+    """Return a function that makes engines whose rounds the stand-in captures."""
 
     def make(model: Path, **options: Any) -> tuple[Engine, StandIn]:
         tape = Tape(options.get("kernels", "torch"))
@@ -70,7 +70,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 @pytest.fixture(autouse=True)
 def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
-    """Every round of every test here fails at what would make the host wait."""
+    """Fail every round of every test here that would make the host wait."""
     watch = HostWatch("torch", "triton")
     watch.install(monkeypatch)
     return watch
@@ -79,11 +79,11 @@ def no_host_reads(monkeypatch: pytest.MonkeyPatch) -> HostWatch:
 damped = DampedLayers(full_layers=1)
 
 
-def asked(pairs: Pairs, method: str, k: int = 2) -> tuple[Path, dict[str, Any]]:
-    """A target, and options for k drafts of a method; `block` is a draft model's under that rule."""
+def model_and_options(pairs: Pairs, method: str, k: int = 2) -> tuple[Path, dict[str, Any]]:
+    """Return a target, and options for k drafts of a method; `block`: a draft model under that rule."""
     pair = pairs.get(method.replace("block", "draft"))
-    more = {"verify": "block"} if method.startswith("block") else {}
-    return pair.model, pair.speculation_options | more | (
+    rule_options = {"verify": "block"} if method.startswith("block") else {}
+    return pair.model, pair.speculation_options | rule_options | (
         {} if method == "off" else {"draft_max": k}
     )
 
@@ -102,19 +102,19 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def run_batch(engine: Engine, step: int = 1) -> list[Run]:
-    """Each request, or each so many."""
+    """Run every request, or every `step`-th one."""
     params = [SamplingParams(**{"seed": i, **options}) for i, options in enumerate(PARAMS)]
     return run_all(engine, PROMPTS[::step], params[::step])
 
 
 @functools.cache
 def plain(model: Path) -> list[Any]:
-    """What a model says without speculation, each asked once."""
+    """Return a model's outputs without speculation, computed once for each model."""
     return [run.output for run in run_batch(two_slots(model))]
 
 
 def story(runs: list[Run]) -> list[tuple[object, object, object]]:
-    """Everything that a round decided: tokens, drafts and how many were accepted, in order."""
+    """Return all that the rounds decided, in order: outputs, drafts and samples."""
     return [(run.output, run.drafts, [record.sampled for record in run.rounds]) for run in runs]
 
 
@@ -129,7 +129,7 @@ CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case 
 def test_replays_are_eager_rounds(
     pairs: Pairs, watched: Watched, method: str, k: int, lag: int
 ) -> None:
-    target, options = asked(pairs, method, k)
+    target, options = model_and_options(pairs, method, k)
     eager = story(run_batch(two_slots(target, **options)))
     assert [tokens for tokens, _, _ in eager] == plain(target)
     engine, captured = watched(target, lag=lag, **options)
@@ -147,29 +147,29 @@ def test_replays_are_eager_rounds(
 
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("method", ["one", "ngram", "draft", "eagle"])
-def test_lengths_that_change(pairs: Pairs, watched: Watched, method: str) -> None:
-    """Each pair of lengths is a program of its own; drafts are brought up between them."""
+def test_changing_lengths_change_no_text(pairs: Pairs, watched: Watched, method: str) -> None:
+    """Each pair of lengths is a separate program; drafters catch up between them."""
     pattern = [3, 0, 1, 1, 0, 0, 3, 2, 0]
-    target, options = asked(pairs, method, 3)
-    told = []
+    target, options = model_and_options(pairs, method, 3)
+    runs_by_engine = []
     for lag, make in ((0, two_slots), (0, watched), (2, watched)):
-        made: Any = make(target, **options, lag=lag)
-        engine, captured = made if make is watched else (made, None)
+        engine_or_pair: Any = make(target, **options, lag=lag)
+        engine, captured = engine_or_pair if make is watched else (engine_or_pair, None)
         engine.draft_length.choose = itertools.cycle(pattern).__next__
-        told.append(run_batch(engine, 2))
-        assert [run.output for run in told[-1]] == plain(target)[::2]
+        runs_by_engine.append(run_batch(engine, 2))
+        assert [run.output for run in runs_by_engine[-1]] == plain(target)[::2]
         if captured:
             shapes = list(captured.captured)
             assert set(itertools.pairwise(pattern)) <= {(shape.k, shape.next_k) for shape in shapes}
             assert len({shape.needs for shape in shapes}) > 1 and captured.replays > 0
-    assert story(told[0]) == story(told[1])
-    assert sum(run.metrics.draft_n_accepted for run in told[0]) > 0 or method == "ngram", (
-        "texts hardly repeat"
-    )
+    assert story(runs_by_engine[0]) == story(runs_by_engine[1])
+    assert (
+        sum(run.metrics.draft_n_accepted for run in runs_by_engine[0]) > 0 or method == "ngram"
+    ), "texts hardly repeat"
 
 
 def step_into(engine: Engine, steps: int) -> None:
-    """Requests under way in both slots, with rounds not yet read."""
+    """Run both slots for so many steps, with rounds in flight at the end."""
     for i in range(2):
         params = SamplingParams(
             max_tokens=60, repetition_penalty=1.2, temperature=0.5 * i, ignore_eos=True
@@ -181,9 +181,9 @@ def step_into(engine: Engine, steps: int) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "block", "one"])
 def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
-    """Silent slots write to the page that swallows, and to the ring's row that the next round writes."""
+    """Inactive slots write only to the trash page, and to the ring's row that the next round writes."""
     k = 3
-    target, options = asked(pairs, method, 3)
+    target, options = model_and_options(pairs, method, 3)
     engine, captured = watched(target, lag=2, **options)
     step_into(engine, 5)
     assert len(engine.scheduler.in_flight) == 2
@@ -205,36 +205,36 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     for path, tensor in tensors_in(engine.round_queue):
         if path.startswith("parts.rows["):
             continue  # the ring and the times again, row by row
-        kept = tensor
+        current = tensor
         old = before[path]
         if path.endswith((".ring", ".times")):
-            assert torch.equal(kept[unread], old[unread]), path
-            others = [i for i in range(RING_DEPTH) if i != row]
-            kept = kept[others]
-            old = old[others]
+            assert torch.equal(current[unread], old[unread]), path
+            other_rows = [i for i in range(RING_DEPTH) if i != row]
+            current = current[other_rows]
+            old = old[other_rows]
         elif ".pools[" in path:
-            assert not torch.equal(kept[TRASH_PAGE], torch.zeros_like(kept[TRASH_PAGE])), (
+            assert not torch.equal(current[TRASH_PAGE], torch.zeros_like(current[TRASH_PAGE])), (
                 "nothing ran"
             )
-            kept = kept[TRASH_PAGE + 1 :]
+            current = current[TRASH_PAGE + 1 :]
             old = old[TRASH_PAGE + 1 :]
         elif ".page_states[" in path:
-            kept = kept[TRASH_PAGE + 1 :]
+            current = current[TRASH_PAGE + 1 :]
             old = old[TRASH_PAGE + 1 :]
         elif ".rings[" in path:  # their last row swallows
-            kept = kept[:, :-1]
+            current = current[:, :-1]
             old = old[:, :-1]
-        assert torch.equal(kept, old), path
+        assert torch.equal(current, old), path
 
 
-def keep_one_a_reading(engine: Any) -> None:
-    """Where the host reads a round, in what no object holds."""
-    honest = engine.read_oldest_round
-    kept = list[Tensor]()
+def leak_a_tensor_per_read(engine: Any) -> None:
+    """Store a new tensor in a closure at every read of a round."""
+    original = engine.read_oldest_round
+    tensors = list[Tensor]()
 
     def read_oldest() -> Any:
-        kept.append(torch.zeros(1))
-        return honest()
+        tensors.append(torch.zeros(1))
+        return original()
 
     engine.read_oldest_round = read_oldest
 
@@ -247,9 +247,9 @@ FAULTS: dict[str, Callable[[Any], object]] = {
         engine.round_queue.sampler.seed.clone()
     ),
     r"\[\[200,": lambda engine: vars(engine.round_queue.state).update(max_len=200),
-    "more tensors last": keep_one_a_reading,
+    "more tensors last": leak_a_tensor_per_read,
 }
-"""By what is said."""
+"""Faults by the message that reports them."""
 
 
 @pytest.mark.parametrize("words", FAULTS)
@@ -272,7 +272,7 @@ def test_in_the_form_that_is_captured(
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton's kernels in its interpreter, as torch's: the host's bounds stay those of the capture."""
+    """Triton's kernels in its interpreter equal torch's; the host's bounds stay those of the capture."""
     pytest.importorskip("triton")
     helpers.limit_programs(monkeypatch)
     shape: dict[str, Any] = {
@@ -306,31 +306,31 @@ STATE_READS: dict[str, Callable[[RoundState], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", STATE_READS)
-def test_what_a_round_asks_is_seen(pairs: Pairs, what: str) -> None:
-    """The watch over all rounds here notices what is asked in the middle of one, be it eager or captured."""
-    target, options = asked(pairs, "ngram")
+@pytest.mark.parametrize("read", STATE_READS)
+def test_what_a_round_asks_is_seen(pairs: Pairs, read: str) -> None:
+    """The watch over all rounds here detects every kind of read in the middle of a round."""
+    target, options = model_and_options(pairs, "ngram")
     engine = two_slots(target, **options)
     round_ = get_local_queue(engine).round
-    honest = round_._commit
+    original = round_._commit
     state = round_.state
-    round_._commit = lambda *args: STATE_READS[what](state) or honest(*args)  # type: ignore
+    round_._commit = lambda *args: STATE_READS[read](state) or original(*args)  # type: ignore
     with pytest.raises(
-        AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(what)}[. ]"
+        AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(read)}[. ]"
     ):
         run_all(engine, PROMPTS[:1], [SamplingParams(max_tokens=4)])
 
 
-def test_who_waits_for_the_device() -> None:
-    """By the source, for what is done on a GPU alone does not run here: a row that is read, and loading."""
+def test_only_two_files_wait_for_the_device() -> None:
+    """By the source, since GPU code does not run here: reading a row, and loading weights."""
     root = Path(spd.__file__).parent
-    found = list[str]()
+    paths = list[str]()
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = {getattr(node, part, None) for part in ("attr", "id", "name")}
             if names & {"synchronize", "wait_stream", "cudaDeviceSynchronize"}:
-                found.append(path.relative_to(root).as_posix())
-    assert found == ["runtime/load/weight_reader.py", "runtime/round/local_queue.py"]
+                paths.append(path.relative_to(root).as_posix())
+    assert paths == ["runtime/load/weight_reader.py", "runtime/round/local_queue.py"]
 
 
 # -- rounds captured before any request comes, and of a part of the slots ------------------------------
@@ -350,13 +350,14 @@ def lengths_of(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]
 def test_few_shapes_are_captured_in_order(
     pairs: Pairs, watched: Watched, adaptive: bool, k: int
 ) -> None:
-    target, options = asked(pairs, "one" if k else "off", k)
+    target, options = model_and_options(pairs, "one" if k else "off", k)
     engine, captured = watched(target, slots=5, adaptive=adaptive, **options)
     fixed = {(0, k), (k, k)}
-    few = {0, k}
-    more = {0, k - 1, k}
+    batch_lengths = {0, k}
+    single_lengths = {0, k - 1, k}
     alone, together = (
-        {*itertools.product(each, each)} if adaptive else fixed for each in (more, few)
+        {*itertools.product(lengths, lengths)} if adaptive else fixed
+        for lengths in (single_lengths, batch_lengths)
     )
     count = 2 * (len(alone) + len(together))
     assert engine.capture_ahead([GREEDY, NOISY, GREEDY]) == count == len(captured.order) <= 26
@@ -371,12 +372,12 @@ def test_few_shapes_are_captured_in_order(
 
 
 def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> None:
-    target, options = asked(pairs, "one")
+    target, options = model_and_options(pairs, "one")
     engine, captured = watched(target, slots=5, **options)
     assert engine.capture_ahead([GREEDY], concurrency=2) == 2
     assert {shape.slots for shape in captured.order} == {5}
-    wanted = SamplingParams(logprobs=1, temperature=1.0)
-    assert [engine.capture_ahead([wanted], limit=1, concurrency=5) for _ in range(3)] == [1, 1, 0]
+    params = SamplingParams(logprobs=1, temperature=1.0)
+    assert [engine.capture_ahead([params], limit=1, concurrency=5) for _ in range(3)] == [1, 1, 0]
     noisy = SamplingSteps(noise=True)
     assert captured.order[2:] == [RoundShape(2, 2, noisy, 1, 5), RoundShape(0, 2, noisy, 1, 5)]
     engine.add(Request("r", (5, 6, 7), GREEDY))
@@ -385,46 +386,49 @@ def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> No
 
 @pytest.mark.parametrize("method", ["off", "ngram", "block", "one"])
 def test_first_requests_capture_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
-    """As many requests as there are slots at once, and one alone; with everything that a sampler keeps."""
-    target, options = asked(pairs, method)
+    """A request for every slot at once, and one alone, with all state of a sampler."""
+    target, options = model_and_options(pairs, method)
     prompts = random_prompts(2, 20, 256)
     for params, lag in ((GREEDY, 0), (PENALTIES, 2)):
         eager = make_engine(target, slots=2, **options)
         engine, captured = watched(target, slots=2, lag=lag, **options)
         count = engine.capture_ahead([params])
-        told, found = (
-            story(run_all(one, prompts, [params] * 2) + run_all(one, prompts[:1], [params]))
-            for one in (eager, engine)
+        expected, actual = (
+            story(
+                run_all(tested_engine, prompts, [params] * 2)
+                + run_all(tested_engine, prompts[:1], [params])
+            )
+            for tested_engine in (eager, engine)
         )
-        assert found == told and len(captured.order) == count > 0, captured.order[count:]
+        assert actual == expected and len(captured.order) == count > 0, captured.order[count:]
         assert captured.replays == captured.rounds > 0
 
 
 @pytest.mark.parametrize("name", ["mtp", "draft", "ngram"])
 def test_pairs_are_those_that_come(name: str) -> None:
-    """A request whose drafts are mostly accepted, by a clock on which a draft costs a tenth of a round."""
+    """For a request whose drafts are mostly accepted, if a draft costs a tenth of a round."""
     maximum = {"mtp": 3, "draft": 4, "ngram": 8}[name]
     policy = DraftLength(maximum, True, _draft_tiers(maximum, graphs=True))
-    came = set()
+    pairs_run = set()
     k = 0
     policy.set_requests([])
     for number in range(220):
         next_k = policy.choose()
-        came.add((k, next_k))
+        pairs_run.add((k, next_k))
         policy.observe_cost(k, 1.0 + 0.01 * k, 0.1 * next_k if name != "ngram" else 0.0, next_k)
         policy.observe(k, k, min(k, number % 9 != 0 and k))
         k = next_k
-    assert policy.likely_pairs(alone=True) >= came >= policy.likely_pairs(alone=False)
-    assert len(came) == 7
+    assert policy.likely_pairs(alone=True) >= pairs_run >= policy.likely_pairs(alone=False)
+    assert len(pairs_run) == 7
 
 
 def failing_after(count: int) -> Callable[[Any], Any]:
-    """A capture that runs out of memory after so many."""
-    left = [count]
+    """Return a capture function that runs out of memory after `count` calls."""
+    remaining = [count]
 
     def capture(program: Callable[[], Any]) -> Any:
-        left[0] -= 1
-        if left[0] == -1:
+        remaining[0] -= 1
+        if remaining[0] == -1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return program, None
 
@@ -432,9 +436,9 @@ def failing_after(count: int) -> Callable[[Any], Any]:
 
 
 def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pairs) -> None:
-    """All are let go: those that are needed find the room that the others took."""
+    """All captures are dropped, so that the needed ones have room."""
     prompts = random_prompts(2, 9, 256)
-    target, options = asked(pairs, "ngram")
+    target, options = model_and_options(pairs, "ngram")
     plain = [run.output for run in run_all(make_engine(target, slots=2), prompts, [GREEDY] * 2)]
     engine = make_engine(target, slots=2, **options)
     queue = get_local_queue(engine)
@@ -473,12 +477,12 @@ KINDS: list[dict[str, Any]] = [
 
 
 def requests() -> list[Request]:
-    given = [random_prompts(1, 12 + 9 * (i % 3), 256, seed=i)[0] for i in range(len(KINDS))]
-    made = [
-        Request(f"r{i}", given[i], SamplingParams(seed=i, **kind)) for i, kind in enumerate(KINDS)
+    prompts = [random_prompts(1, 12 + 9 * (i % 3), 256, seed=i)[0] for i in range(len(KINDS))]
+    requests_ = [
+        Request(f"r{i}", prompts[i], SamplingParams(seed=i, **kind)) for i, kind in enumerate(KINDS)
     ]
-    made[4] = replace(made[4], grammar=GrammarSpec("regex", "[a-z ]{4,9}[.]"))
-    return made
+    requests_[4] = replace(requests_[4], grammar=GrammarSpec("regex", "[a-z ]{4,9}[.]"))
+    return requests_
 
 
 @pytest.mark.covers(1)
@@ -487,15 +491,15 @@ def requests() -> list[Request]:
 def test_texts_are_those_of_whole_rounds(
     pairs: Pairs, watched: Watched, method: str, lag: int
 ) -> None:
-    target, options = asked(pairs, method)
+    target, options = model_and_options(pairs, method)
     options |= {"slots": SLOTS}
-    whole = run_requests(make_engine(target, **options), requests())
+    eager = run_requests(make_engine(target, **options), requests())
     engine, captured = watched(target, lag=lag, **options)
     runs = run_requests(engine, requests())
-    assert story(runs) == story(whole)
+    assert story(runs) == story(eager)
     if not lag:  # what is read later finds, without a GPU's copies, those of a later round
-        for run, one in zip(runs, whole, strict=True):
-            assert run.logprobs == pytest.approx(one.logprobs, abs=1e-5)
+        for run, eager_run in zip(runs, eager, strict=True):
+            assert run.logprobs == pytest.approx(eager_run.logprobs, abs=1e-5)
     sizes = {shape.slots for shape in captured.captured}
     assert {1, SLOTS} <= sizes <= {1, 4, SLOTS} and (lag or 4 in sizes)
     assert captured.replays > len(captured.captured)
@@ -503,20 +507,22 @@ def test_texts_are_those_of_whole_rounds(
 
 @pytest.mark.parametrize("method", ["one+ngram", "block+ngram"])
 def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, method: str) -> None:
-    """A proposer that keeps another tensor by slots, and does not narrow it, is found here."""
-    target, options = asked(pairs, method)
+    """A proposer with a tensor by slots that is not narrowed fails here."""
+    target, options = model_and_options(pairs, method)
     engine = make_engine(target, **options, slots=SLOTS)
     run_requests(engine, requests())  # what is made at first use is there
-    whole = get_local_queue(engine).round
-    part = narrow_to_slots(whole, 4)
-    kept, held = ({path: t for path, t in tensors_in(each) if t.numel()} for each in (whole, part))
-    assert held.keys() == kept.keys() and len(held) > 30
-    cut = {path for path, tensor in kept.items() if tensor.shape[:1] == (SLOTS,)}
-    for path, tensor in held.items():
-        assert tensor.data_ptr() == kept[path].data_ptr(), path
-        assert tensor.shape == ((4, *kept[path].shape[1:]) if path in cut else kept[path].shape), (
-            path
-        )
+    full_round = get_local_queue(engine).round
+    part = narrow_to_slots(full_round, 4)
+    full_tensors, part_tensors = (
+        {path: t for path, t in tensors_in(round_) if t.numel()} for round_ in (full_round, part)
+    )
+    assert part_tensors.keys() == full_tensors.keys() and len(part_tensors) > 30
+    cut = {path for path, tensor in full_tensors.items() if tensor.shape[:1] == (SLOTS,)}
+    for path, tensor in part_tensors.items():
+        assert tensor.data_ptr() == full_tensors[path].data_ptr(), path
+        assert tensor.shape == (
+            (4, *full_tensors[path].shape[1:]) if path in cut else full_tensors[path].shape
+        ), path
     names = {path.rpartition(".")[2] for path in cut}
     assert {"tokens", "draft", "page_table", "seed", "bias", "mask", "generated"} <= names
-    assert part.state.slots == 4 and whole.state.slots == SLOTS
+    assert part.state.slots == 4 and full_round.state.slots == SLOTS

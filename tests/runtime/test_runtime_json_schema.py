@@ -60,9 +60,9 @@ def accepts(schema: Any, text: str) -> bool:
     return False
 
 
-def keys(*names: str, **others: Any) -> dict[str, Any]:
+def keys(*names: str, **keywords: Any) -> dict[str, Any]:
     """Return a schema with integers under these names."""
-    return {"properties": dict.fromkeys(names, INTEGER), **others}
+    return {"properties": dict.fromkeys(names, INTEGER), **keywords}
 
 
 NODE = keys("a", type="object", required=["a"])
@@ -366,9 +366,9 @@ def schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(st.recursive(LEAVES, schemas, max_leaves=6), LEAVES, st.integers(0, 9))
 def test_no_text_dies_in_the_middle(schema: Any, other: Any, seed: int) -> None:
     """Whatever compiles: every place that a text can reach has a next token or is an end."""
-    whole = {"anyOf": [schema], "$defs": {"A": schema, "B": other}}
+    combined = {"anyOf": [schema], "$defs": {"A": schema, "B": other}}
     try:
-        grammar = compiled(whole)
+        grammar = compiled(combined)
     except UsageError:
         return
     walk(grammar, seed)
@@ -442,9 +442,9 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
     reads = list[Any]()
     gather = _SchemaCloser._gather
 
-    def counted(self: _SchemaCloser, node: Any, *others: Any) -> None:
+    def counted(self: _SchemaCloser, node: Any, *arguments: Any) -> None:
         reads.append(node)
-        gather(self, node, *others)
+        gather(self, node, *arguments)
 
     monkeypatch.setattr(_SchemaCloser, "_gather", counted)
     refusal = pytest.raises(UsageError, match="oneOf") if key == "oneOf" else nullcontext()

@@ -1,4 +1,4 @@
-"""Counters and latencies by their definitions: by hand, against the clock, and summed over requests."""
+"""Counters and latencies by their definitions: by hand, by the clock, and summed over requests."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,14 +18,14 @@ PROMPTS = random_prompts(5, 20, 256)
 def event_of(
     sequence: Sequence, drafts: int, accepted: int, now: float, reason: int = GOING_ON
 ) -> Event:
-    """What a round of 4 drafts at most brought, as the engine reads it of the ring's row."""
-    kept = 0 if reason == FAILED else accepted + 1
-    row = [9, drafts, accepted, kept, reason, 4, 0, *range(5), *[7] * 4]
+    """Return the event of a round of at most 4 drafts, as the engine reads it from the ring's row."""
+    committed_count = 0 if reason == FAILED else accepted + 1
+    row = [9, drafts, accepted, committed_count, reason, 4, 0, *range(5), *[7] * 4]
     _, drafts, matched, committed, reason, *_, sampled = read_emission(row)
     return sequence.apply_round(sampled[:committed], drafts, matched, FINISH_REASONS[reason], now)
 
 
-def test_definitions_by_hand() -> None:
+def test_metrics_follow_their_definitions() -> None:
     """Rounds of 0, 3, 3 and 2 drafts, of which 0, 3, 1 and 0 are accepted, at 1, 2, 4 and 7 seconds."""
     sequence = sequence_of("a", (1,), 40)
     sequence.arrived_at = 0.25
@@ -45,7 +45,7 @@ def test_definitions_by_hand() -> None:
 
 
 def test_what_is_cut_away_was_matched_and_not_kept() -> None:
-    """A stop string in the second of four tokens; and a row without a number, which brings nothing."""
+    """A stop string in the second of four tokens; and a row without a finite number, which commits none."""
     letters = Detokenizer(lambda ids: bytes(97 + token for token in ids), ("b",), 0)
     request = Request("a", (1,), SamplingParams(stop=("b",)))
     sequence = replace(sequence_of("a", (1,), 40), request=request, detokenizer=letters)
@@ -71,12 +71,18 @@ def test_the_engine_counts_its_rounds_and_forgets_old_requests(
     engine.add(Request("gone", PROMPTS[0], SamplingParams()))
     engine.abort("gone")
     engine.step()
-    each = [
+    request_metrics = [
         m.metrics
         for m in run_all(engine, PROMPTS, [SamplingParams(max_tokens=9 + i) for i in range(5)])
     ]
-    assert max(m.rounds for m in each) <= engine.rounds <= sum(m.rounds for m in each) + 4
-    assert each[4].queue_ms > each[0].queue_ms, "two slots: the fifth had to wait"
+    assert (
+        max(m.rounds for m in request_metrics)
+        <= engine.rounds
+        <= sum(m.rounds for m in request_metrics) + 4
+    )
+    assert request_metrics[4].queue_ms > request_metrics[0].queue_ms, (
+        "two slots: the fifth had to wait"
+    )
     with pytest.raises(KeyError):
         engine.metrics("gone")
 
@@ -85,24 +91,28 @@ def test_the_engine_counts_its_rounds_and_forgets_old_requests(
 def test_logprobs_are_the_models_own_at_every_kind_of_token(
     tiny: Tiny, spec: str, lag: int
 ) -> None:
-    """Accepted, recovered and bonus tokens: each as a pass over the finished text gives it, within 1e-5."""
+    """Accepted, recovered and bonus tokens, each within 1e-5 of a pass over the finished text."""
     target = tiny("qwen3", layers=2, seed=3)
-    how: dict[str, Any] = {"draft_model": target} if spec == "draft" else {"ngram_min": 1}
-    engine = make_engine(target, spec=spec, draft_max=3, lag=lag, slots=5, **how)
+    method_options: dict[str, Any] = (
+        {"draft_model": target} if spec == "draft" else {"ngram_min": 1}
+    )
+    engine = make_engine(target, spec=spec, draft_max=3, lag=lag, slots=5, **method_options)
     params = [
         SamplingParams(
             max_tokens=30, temperature=0.4 * i, seed=i, logprobs=4, presence_penalty=float(i > 2)
         )
         for i in range(5)
     ]
-    done = engine.generate(list(map(Request, "01234", PROMPTS, params)))
-    kinds = [drafted for one in done for drafted in one.drafted]
+    completions = engine.generate(list(map(Request, "01234", PROMPTS, params)))
+    kinds = [drafted for completion in completions for drafted in completion.drafted]
     assert any(kinds) and not all(kinds)
-    for prompt, one in zip(PROMPTS, done, strict=True):
-        scores = compute_logits(engine, (*prompt, *one.token_ids), 0).log_softmax(-1)
-        for i, entry in enumerate(one.logprobs):
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        scores = compute_logits(engine, (*prompt, *completion.token_ids), 0).log_softmax(-1)
+        for i, entry in enumerate(completion.logprobs):
             row = scores[len(prompt) - 1 + i]
             assert abs(float(row[entry.token_id]) - entry.logprob) < 1e-5
-            wanted = row.topk(4)
-            assert [t for t, _ in entry.top] == wanted.indices.tolist()
-            assert torch.allclose(wanted.values, torch.tensor([v for _, v in entry.top]), atol=1e-5)
+            expected = row.topk(4)
+            assert [t for t, _ in entry.top] == expected.indices.tolist()
+            assert torch.allclose(
+                expected.values, torch.tensor([v for _, v in entry.top]), atol=1e-5
+            )

@@ -1,4 +1,4 @@
-"""Exact laws (`round_law`) and equalities of whole generations, and seeded faults, each caught by one."""
+"""Exact distributions (`round_distribution`), equal texts, and the faults that each check catches."""
 
 import itertools
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 from tests.prompt_lookup import search
 from tests.recipes.tiny import write_tiny
-from tests.runtime import round_law
+from tests.runtime import round_distribution
 from tests.runtime import seeded_faults as fault
-from tests.runtime.round_law import (
+from tests.runtime.round_distribution import (
     EVERYTHING,
     MIN_TOKENS,
     PENALTIES,
     PLAIN,
     TRUNCATION,
     Case,
-    check_law,
+    check_distribution,
 )
-from tests.runtime.target_law import DRAFT_LAWS
+from tests.runtime.target_distribution import DRAFT_DISTRIBUTIONS
 
 PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (5, 5, 5, 7), (60, 2, 33, 4, 60, 2, 33, 4, 60, 2), (11,)]
 SHAPE: dict[str, Any] = {
@@ -50,7 +50,7 @@ STOPPING = SamplingParams(temperature=1.0, stop_token_ids=(2,))
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target; a drafter that knows nothing of it; one that shares its first layer and head."""
+    """Write a target, an unrelated drafter, and a drafter with the target's first layer and head."""
     folder = tmp_path_factory.mktemp("models")
     write_tiny(folder / "target", **SHAPE)
     write_tiny(folder / "stranger", seed=5, **SHAPE)
@@ -67,7 +67,10 @@ def generate(
     lengths: Any = (),
     **config: Any,
 ) -> tuple[Texts, list[RequestMetrics]]:
-    """Texts and counters of a request for each of `params`; lengths: drafts of each round, over and over."""
+    """Return the texts and metrics of a request for each of `params`.
+
+    lengths: the draft lengths of the rounds, repeated.
+    """
     folder = models / draft
     spec = (
         {"spec": "draft", "draft_model": folder, "draft_max": 4}
@@ -105,7 +108,7 @@ def same_text(models: Path, params: Params, *drafts: str, **config: Any) -> None
 
 
 def _four(**parameters: Any) -> Params:
-    """The same parameters for each prompt, with a seed of its own; 24 tokens."""
+    """Return the same parameters for each prompt, with different seeds; 24 tokens."""
     return [SamplingParams(**{"max_tokens": 24, "seed": 70 + i, **parameters}) for i in range(4)]
 
 
@@ -126,28 +129,28 @@ MIXED = [
 
 
 def text_of_batch(models: Path) -> None:
-    """A request's text is the same alone and beside others."""
+    """Assert that a request's text is the same alone and in a batch."""
     together, _ = generate(models, SAMPLED, "shallow")
     for i in (1, 3):
         alone, _ = generate(models, [SAMPLED[i]], "shallow", [PROMPTS[i]])
         assert alone[0] == together[i], "neighbours changed the text"
 
 
-def text_beside_silent_slots(models: Path) -> None:
-    """Two end in the same round; a third takes the pages of both. All slots are run, as on a GPU."""
+def text_beside_inactive_slots(models: Path) -> None:
+    """Assert a text next to ended requests, whose pages it takes; all slots are run, as on a GPU."""
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[2] * 54]
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
-    room: dict[str, Any] = {"slots": 2, "ctx": 1024, "prefix_sharing": False}
+    options: dict[str, Any] = {"slots": 2, "ctx": 1024, "prefix_sharing": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "_occupied_slots", lambda self, views: None)
         for draft in ("off", "shallow"):
-            alone, _ = generate(models, params[2:], draft, prompts[2:], **room)
-            together, _ = generate(models, params, draft, prompts, **room)
+            alone, _ = generate(models, params[2:], draft, prompts[2:], **options)
+            together, _ = generate(models, params, draft, prompts, **options)
             assert alone[0] == together[2], f"{draft}: a silent slot changed the text"
 
 
 def self_draft_is_accepted(models: Path, tokens: int = 24, least: int = 13, **options: Any) -> None:
-    """A drafter that is the target itself, sharing its noise, is never rejected."""
+    """Assert that no draft is rejected of a drafter that is the target, with the same noise."""
     params = _four(max_tokens=tokens)[:2] + _four(max_tokens=tokens, temperature=0.9)[:2]
     _, counters = generate(models, params, "target", **options)
     for metrics in counters:
@@ -155,21 +158,21 @@ def self_draft_is_accepted(models: Path, tokens: int = 24, least: int = 13, **op
 
 
 def lookup_is_the_definition(models: Path) -> None:
-    """Prompt lookup drafts what followed the suffix in each request's own text."""
+    """Assert that prompt lookup drafts the tokens after the suffix's last occurrence in the text."""
     records: list[RoundRecord] = []
     params = GREEDY[:2] + MIXED[:2]
     texts, _ = generate(models, params, "ngram", trace=records.append, draft_max=4)
     for record in records:
         i = int(record.request)
         text = PROMPTS[i] + texts[i]
-        room = len(PROMPTS[i]) + 24 - record.position - 1
-        found = search(text[: record.position], 4, 1, 8)[:room] if record.round else []
-        assert record.draft == found, "other drafts than the definition's"
+        remaining = len(PROMPTS[i]) + 24 - record.position - 1
+        expected = search(text[: record.position], 4, 1, 8)[:remaining] if record.round else []
+        assert record.draft == expected, "other drafts than the definition's"
     assert sum(len(record.draft) for record in records) > 20
 
 
 def late_reading(models: Path) -> None:
-    """Rounds read two late, at lengths that stay, adapt and pause, with requests that follow each other."""
+    """Assert texts with rounds that are read two late, also where requests follow each other in a slot."""
     records: list[RoundRecord] = []
     same_text(models, MIXED, "shallow", lag=2, adaptive=True, slots=2)
     # All but the last end at a stop id, which the host learns late: at a limit they would not run on.
@@ -189,38 +192,56 @@ def late_reading(models: Path) -> None:
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {
-    "law": lambda _: check_law(Case((2,)), "random", "only-zeros-match"),
-    "law of two rounds": lambda _: check_law(Case((1, 1)), "random"),
-    "law of bias": lambda _: check_law(Case((2,), BIASED), "random"),
-    "law of penalties": lambda _: check_law(Case((2,), PENALTIES), "random"),
-    "law of penalties over rounds": lambda _: check_law(Case((1, 1), PENALTIES), "random"),
-    "law of min_tokens": lambda _: check_law(Case((2,), MIN_TOKENS), "random"),
-    "law of truncation": lambda _: check_law(Case((2,), TRUNCATION), "random"),
-    "law of stops": lambda _: check_law(Case((2,), STOPPING), "random"),
-    "law of stops over rounds": lambda _: check_law(Case((1, 1), STOPPING), "random"),
-    "law of limits": lambda _: check_law(
+    "distribution": lambda _: check_distribution(Case((2,)), "random", "only-zeros-match"),
+    "distribution of two rounds": lambda _: check_distribution(Case((1, 1)), "random"),
+    "distribution of bias": lambda _: check_distribution(Case((2,), BIASED), "random"),
+    "distribution of penalties": lambda _: check_distribution(Case((2,), PENALTIES), "random"),
+    "distribution of penalties over rounds": lambda _: check_distribution(
+        Case((1, 1), PENALTIES), "random"
+    ),
+    "distribution of min_tokens": lambda _: check_distribution(Case((2,), MIN_TOKENS), "random"),
+    "distribution of truncation": lambda _: check_distribution(Case((2,), TRUNCATION), "random"),
+    "distribution of stops": lambda _: check_distribution(Case((2,), STOPPING), "random"),
+    "distribution of stops over rounds": lambda _: check_distribution(
+        Case((1, 1), STOPPING), "random"
+    ),
+    "distribution of limits": lambda _: check_distribution(
         Case((3,), SamplingParams(temperature=1.0, max_tokens=2)), "equal"
     ),
-    "law of everything": lambda _: check_law(Case((3,), EVERYTHING), "random", "equal"),
-    "law of everything over rounds": lambda _: check_law(
+    "distribution of everything": lambda _: check_distribution(
+        Case((3,), EVERYTHING), "random", "equal"
+    ),
+    "distribution of everything over rounds": lambda _: check_distribution(
         Case((1, 1), EVERYTHING), "random", "equal"
     ),
-    "law of odd drafts": lambda _: check_law(Case((2,), odd_drafts=True), "equal"),
-    "law of a head": lambda _: check_law(Case((2,), PLAIN, head=True), "random"),
-    "law of a head, truncation": lambda _: check_law(Case((2,), TRUNCATION, head=True), "random"),
-    "law of a head, penalties": lambda _: check_law(Case((2,), PENALTIES, head=True), "random"),
-    "law of a head, min_tokens": lambda _: check_law(Case((2,), MIN_TOKENS, head=True), "random"),
-    "law of a head, bias": lambda _: check_law(Case((2,), BIASED, head=True), "random"),
-    "law of a head, everything": lambda _: check_law(Case((1, 1), EVERYTHING, head=True), "random"),
-    "emissions of failures": lambda _: round_law.check_emissions(
-        Case((2,), round_law.STOPS_AND_LIMIT, 2, masked=True)
+    "distribution of odd drafts": lambda _: check_distribution(
+        Case((2,), odd_drafts=True), "equal"
+    ),
+    "distribution of a head": lambda _: check_distribution(Case((2,), PLAIN, head=True), "random"),
+    "distribution of a head, truncation": lambda _: check_distribution(
+        Case((2,), TRUNCATION, head=True), "random"
+    ),
+    "distribution of a head, penalties": lambda _: check_distribution(
+        Case((2,), PENALTIES, head=True), "random"
+    ),
+    "distribution of a head, min_tokens": lambda _: check_distribution(
+        Case((2,), MIN_TOKENS, head=True), "random"
+    ),
+    "distribution of a head, bias": lambda _: check_distribution(
+        Case((2,), BIASED, head=True), "random"
+    ),
+    "distribution of a head, everything": lambda _: check_distribution(
+        Case((1, 1), EVERYTHING, head=True), "random"
+    ),
+    "emissions of failures": lambda _: round_distribution.check_emissions(
+        Case((2,), round_distribution.STOPS_AND_LIMIT, 2, masked=True)
     ),
     "text, greedy": lambda m: same_text(m, GREEDY, "target", "stranger"),
     "text, sampled": lambda m: same_text(m, SAMPLED, "target", "shallow"),
     "text, late reading": late_reading,
     "text, pauses": lambda m: same_text(m, MIXED, "shallow", "ngram", lag=1, lengths=PAUSES),
     "text of a batch": text_of_batch,
-    "text beside silent slots": text_beside_silent_slots,
+    "text beside silent slots": text_beside_inactive_slots,
     "self-draft": self_draft_is_accepted,
     "self-draft with pauses": lambda m: self_draft_is_accepted(m, 100, 20, lengths=PAUSES),
     "self-draft to its context's end": lambda m: self_draft_is_accepted(m, 24, 7, draft_ctx=20),
@@ -231,7 +252,7 @@ commit, window, step, missed = (partial(fault.operation, name) for name in OPERA
 verify = fault.verify
 late = ("spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late)
 MUTANTS: dict[str, dict[str, fault.Mutation]] = {
-    "law": {
+    "distribution": {
         "accepted drafts are summed": verify(
             lambda d, s, real: ((d == s[:, :-1]) & real).sum(dim=-1)
         ),
@@ -246,43 +267,47 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
             lambda a: {"page_table": a.page_table.roll(1, 0)}
         ),
     },
-    "law of stops over rounds": {"silent slots commit": commit(fault.silent_slots_speak)},
-    "law of stops": {"stop ids do not cut the accepted run": fault.stops_in_last_row_only},
+    "distribution of stops over rounds": {"silent slots commit": commit(fault.silent_slots_speak)},
+    "distribution of stops": {"stop ids do not cut the accepted run": fault.stops_in_last_row_only},
     "emissions of failures": {
         "a row that is not finite is kept": commit(lambda a: {"finite": torch.ones_like(a.finite)}),
         "a stop id is kept though its row is not finite": commit(fault.stops_are_finite),
     },
-    "law of limits": {"no limit cuts": window(lambda a: {"length_limit": a.length_limit + 9})},
-    "law of odd drafts": {"unknown ids are fed": window(after=fault.unknown_ids_are_fed)},
+    "distribution of limits": {
+        "no limit cuts": window(lambda a: {"length_limit": a.length_limit + 9})
+    },
+    "distribution of odd drafts": {"unknown ids are fed": window(after=fault.unknown_ids_are_fed)},
     "text beside silent slots": {
         "silent rows are kept": window(after=fault.kept_whatever_they_are)
     },
-    "law of truncation": {
+    "distribution of truncation": {
         "truncation for the first row only": fault.first_row_only(truncation=False)
     },
-    "law of bias": {"bias for the first row only": fault.first_row_only(bias=None)},
-    "law of penalties": {"penalties do not see the drafts": fault.counts(fault.without_drafts)},
-    "law of penalties over rounds": {
+    "distribution of bias": {"bias for the first row only": fault.first_row_only(bias=None)},
+    "distribution of penalties": {
+        "penalties do not see the drafts": fault.counts(fault.without_drafts)
+    },
+    "distribution of penalties over rounds": {
         "committed tokens are not counted": commit(lambda a: {"generated": None}),
         "rejected ones are": commit(
             lambda a: {"generated": None}, fault.rejected_samples_are_counted
         ),
     },
-    "law of min_tokens": {
+    "distribution of min_tokens": {
         "min_tokens treats every row as the first": fault.hide(torch.zeros_like),
         "min_tokens is one row late": fault.hide(lambda rows: (rows - 1).clamp(min=0)),
     },
-    "law of a head, truncation": {
+    "distribution of a head, truncation": {
         "a drawing head draws what is truncated": fault.head(truncation=False)
     },
-    "law of a head, penalties": {
+    "distribution of a head, penalties": {
         "a drawing head draws what is penalised": fault.head(penalties=False)
     },
-    "law of a head, min_tokens": {
+    "distribution of a head, min_tokens": {
         "a drawing head draws what is hidden": fault.head(min_length=False)
     },
-    "law of a head, bias": {"a drawing head draws what is biased": fault.head(bias=False)},
-    "law of a head": {"a drawing head is one position late": fault.head(late=1)},
+    "distribution of a head, bias": {"a drawing head draws what is biased": fault.head(bias=False)},
+    "distribution of a head": {"a drawing head is one position late": fault.head(late=1)},
     "text, sampled": {
         "noise by row": fault.noise(lambda at: torch.arange(at.shape[1]).expand_as(at)),
         "noise one position off when k > 0": fault.noise(lambda at: at + (at.shape[1] > 1)),
@@ -296,7 +321,7 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
         "rounds of a slot's last occupant are read": fault.occupants_look_alike,
         "a round is overwritten before it is read": fault.ring_of_one,
     },
-    "law of two rounds": {
+    "distribution of two rounds": {
         "a round is told in the next one's row": commit(lambda a: {"counter": a.counter + 1}),
         "the ring stands still": fault.operation("mark_time", lambda a: {"advance": False}),
     },
@@ -330,7 +355,8 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     },
 }
 WORDS_OF_A_CATCH = (
-    "the law differs|do not add up|^lengths|^reasons|silent slot|was fed|was kept|changed the text|rejected"
+    "the distribution differs|do not add up|^lengths|^reasons|silent slot|was fed|was kept"
+    "|changed the text|rejected"
     "|is told|was told|the ring's row|noise positions|other drafts|did not end"
 )
 
@@ -350,32 +376,34 @@ def test_the_fault_is_caught(check: str, mutant: str, models: Path, monkeypatch:
 
 
 @pytest.mark.covers(2)
-@pytest.mark.parametrize("draft_law", DRAFT_LAWS)
+@pytest.mark.parametrize("draft_distribution", DRAFT_DISTRIBUTIONS)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
-def test_one_round_has_the_targets_law(k: int, masked: bool, draft_law: str) -> None:
-    check_law(Case((k,), seed=k, masked=masked), draft_law)
+def test_one_round_has_the_targets_distribution(
+    k: int, masked: bool, draft_distribution: str
+) -> None:
+    check_distribution(Case((k,), seed=k, masked=masked), draft_distribution)
 
 
 @pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 0, 1), (1, 1, 1)])
-def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...]) -> None:
-    check_law(Case(ks, seed=11), "random", "only-zeros-match")
+def test_rounds_in_a_row_have_the_targets_distribution(ks: tuple[int, ...]) -> None:
+    check_distribution(Case(ks, seed=11), "random", "only-zeros-match")
 
 
 @pytest.mark.covers(2)
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 @pytest.mark.parametrize("stops", [(), (2,), (0, 1)])
-def test_texts_cut_by_stop_ids_and_limits_have_the_cut_law(
+def test_texts_cut_by_stop_ids_and_limits_have_the_cut_distribution(
     stops: tuple[int, ...], limit: int
 ) -> None:
     params = SamplingParams(temperature=1.0, stop_token_ids=stops, max_tokens=limit)
-    check_law(Case((3,), params, seed=limit), "random", "equal")
-    check_law(Case((1, 1), params, seed=limit), "random", "equal")
+    check_distribution(Case((3,), params, seed=limit), "random", "equal")
+    check_distribution(Case((1, 1), params, seed=limit), "random", "equal")
 
 
 @pytest.mark.covers(2)
 @pytest.mark.parametrize(
-    "params", [PLAIN, round_law.STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"]
+    "params", [PLAIN, round_distribution.STOPS_AND_LIMIT], ids=["plain", "stops-and-limit"]
 )
 @pytest.mark.parametrize("odd_drafts", [False, True], ids=["known", "odd"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
@@ -383,4 +411,4 @@ def test_every_committed_token_is_the_targets_draw(
     masked: bool, odd_drafts: bool, params: Any
 ) -> None:
     """With `masked` some samples have no finite logit, stop ids too: they end a text with an error."""
-    round_law.check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))
+    round_distribution.check_emissions(Case((3,), params, masked=masked, odd_drafts=odd_drafts))

@@ -14,7 +14,7 @@ from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.prompt_lookup import search
-from tests.runtime.rule_law import NO_WINDOW
+from tests.runtime.rule_distribution import NO_WINDOW
 
 MAX_LEN = 40
 MAX_DRAFT = 8
@@ -25,7 +25,10 @@ texts |= st.lists(st.integers(0, 1), min_size=1, max_size=12)
 def propose(
     texts: Sequence[Any], k: int, shortest: int, longest: int, junk: int, slack: int
 ) -> Any:
-    """Drafts of a batch; None is a silent slot. junk: lies behind texts; slack: of the host's bound."""
+    """Return the drafts of a batch, in which None is an inactive slot.
+
+    junk: the token after the texts. slack: the excess of the host's bound.
+    """
     state = RoundState(len(texts), MAX_LEN, MAX_DRAFT, 1, "cpu")
     state.tokens.fill_(junk)
     state.draft.fill_(-7)

@@ -1,4 +1,4 @@
-"""Pages against a model of plain dictionaries; their hashes; and which program writes which position."""
+"""The page table against a model of dictionaries, text hashes, and the runs of programs."""
 
 import itertools
 from collections import Counter
@@ -26,7 +26,7 @@ Position = tuple[
 
 
 class PageTableModel(RuleBasedStateMachine):
-    """What each page is: its uses, its digest, what stands before it, or idle, oldest first."""
+    """The state of each page: its uses, its digest or prefix, and the idle ones, the oldest first."""
 
     @initialize(size=st.integers(1, 12))
     def start(self, size: int) -> None:
@@ -54,11 +54,11 @@ class PageTableModel(RuleBasedStateMachine):
         assert pages == sorted(free)[:count]
         self.users.update(pages)
 
-    @rule(wanted=st.lists(digests, max_size=4))
-    def match(self, wanted: list[bytes]) -> None:
+    @rule(prefix=st.lists(digests, max_size=4))
+    def match(self, prefix: list[bytes]) -> None:
         page_of = {digest: page for page, digest in self.published.items()}
-        expected = [page_of[digest] for digest in itertools.takewhile(page_of.__contains__, wanted)]
-        assert self.table.match(wanted) == expected
+        expected = [page_of[digest] for digest in itertools.takewhile(page_of.__contains__, prefix)]
+        assert self.table.match(prefix) == expected
         self.users.update(expected)
         self.idle = [page for page in self.idle if page not in expected]
 
@@ -87,16 +87,16 @@ class PageTableModel(RuleBasedStateMachine):
     @rule(before=digests)
     def take_tail(self, before: bytes) -> None:
         text: Any = SimpleNamespace(prefix_hash=lambda end: before)
-        found = self.table.take_tail(text, 0, 99)
+        tail = self.table.take_tail(text, 0, 99)
         expected = [
             page for page, digest in self.tails.items() if digest == before and page in self.idle
         ]
-        assert ([] if found is None else [found.page]) == expected
-        if found is not None:
-            assert found == (found.page, found.page, before)
-            del self.tails[found.page]
-            self.idle.remove(found.page)
-            self.users[found.page] = 1
+        assert ([] if tail is None else [tail.page]) == expected
+        if tail is not None:
+            assert tail == (tail.page, tail.page, before)
+            del self.tails[tail.page]
+            self.idle.remove(tail.page)
+            self.users[tail.page] = 1
 
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
@@ -140,7 +140,7 @@ def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) ->
 
 
 def test_hashes_differ_from_the_first_changed_token_on() -> None:
-    """Also of ids that read alike."""
+    """Also for ids whose digits are equal when joined."""
     for at in range(12):
         changed = [*TOKENS[:at], 5, *TOKENS[at + 1 :]]
         equal = [a == b for a, b in zip(hashes(changed), hashes(), strict=True)]
@@ -161,16 +161,16 @@ def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
 
 
 def positions_of(spans: Spans, chunk: int) -> list[Position]:
-    """Every position by the rule: full chunks of a prompt span that leave it a last token, tiles else."""
+    """Return how each position is written: full chunks of a prompt span but its last token, else tiles."""
     written: list[Position] = []
     for origin, length in spans:
-        whole = (max(length, 1) - 1) // chunk * chunk if origin == "prompt" else 0
-        written += [("chunk", i % chunk) if i < whole else ("tile", 0) for i in range(length)]
+        chunked = (max(length, 1) - 1) // chunk * chunk if origin == "prompt" else 0
+        written += [("chunk", i % chunk) if i < chunked else ("tile", 0) for i in range(length)]
     return written
 
 
 def expand(runs: list[Run]) -> list[Position]:
-    """Runs as positions; asserts that they lie end to end and that neighbouring tiles are joined."""
+    """Return how each position is written by runs; assert that they are contiguous and tiles are merged."""
     written: list[Position] = []
     for i, run in enumerate(runs):
         assert run.start == len(written) < run.end
@@ -180,30 +180,34 @@ def expand(runs: list[Run]) -> list[Position]:
 
 
 @settings(max_examples=250, deadline=None)
-@given(spans=spans_lists, chunk=st.integers(1, 6), data=st.data(), more=st.integers(-3, 9))
-def test_runs_follow_the_rule(spans: Spans, chunk: int, data: st.DataObject, more: int) -> None:
-    """Also clipped, to whole chunks only, and extended, in tiles; a reusable prefix cuts no chunk."""
+@given(spans=spans_lists, chunk=st.integers(1, 6), data=st.data(), extension=st.integers(-3, 9))
+def test_runs_follow_the_rule(
+    spans: Spans, chunk: int, data: st.DataObject, extension: int
+) -> None:
+    """Also clipped to full chunks, and extended by tiles; a reusable prefix cuts no chunk."""
     runs = program_runs(spans, chunk)
     written = positions_of(spans, chunk)
     tile = ("tile", 0)
     assert expand(runs) == written
     assert all(run.end - run.start == chunk for run in runs if run.kind == "chunk")
     end = data.draw(st.integers(0, len(written)))
-    whole = [n for n in range(end + 1) if [*written, tile][n][0] == "tile" or written[n][1] == 0]
-    assert reusable_prefix(program_runs(spans, chunk), end) == max(whole)
+    uncut_ends = [
+        n for n in range(end + 1) if [*written, tile][n][0] == "tile" or written[n][1] == 0
+    ]
+    assert reusable_prefix(program_runs(spans, chunk), end) == max(uncut_ends)
     expected = written[:end]
     while expected and expected[-1][0] == "chunk" and expected[-1][1] < chunk - 1:
         cut = expected[-1][1] + 1
         expected[-cut:] = [tile] * cut
     assert expand(runs_below(runs, end)) == expected
-    end = len(written) + max(0, more)
+    end = len(written) + max(0, extension)
     assert expand(runs_below(runs, end)) == written + [tile] * (end - len(written))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4])
 @pytest.mark.parametrize("width", [1, 2, 4, 5])
 def test_windows_look_alike_exactly_where_their_positions_do(width: int, chunk: int) -> None:
-    """Over all windows of some texts: equal kinds if and only if every position was written alike."""
+    """Kinds of two windows are equal if and only if all their positions are written the same way."""
     texts = [[("prompt", 14)], [("prompt", 3), ("generated", 4), ("prompt", 9)]]
     texts += [[("generated", 2), ("prompt", 1), ("prompt", 11)]]
     looks: dict[object, set[object]] = {}

@@ -1,4 +1,4 @@
-"""Scores of a prompt's tokens: those of a whole pass, however the prompt is written; the text stays."""
+"""Scores of a prompt's tokens equal those of one full pass, however the prompt is written."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TEXT = "def read_lines(path):\n    with open(path) as file:\n        return file
 
 
 def scored(engine: Engine, request: Request) -> tuple[Completion, list[Event]]:
-    """What a request brought, and the events that hold scores."""
-    done = Completion(request_id=request.id)
-    holding: list[Event] = []
+    """Return a request's completion, and its events with scores."""
+    completion = Completion(request_id=request.id)
+    scored_events: list[Event] = []
     for event in engine.stream([request]):
-        done.add(event)
+        completion.add(event)
         if event.prompt_logprobs:
-            holding.append(event)
-    return done, holding
+            scored_events.append(event)
+    return completion, scored_events
 
 
-def of_whole_pass(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
-    """Log-probabilities [n - 1, V] by transformers."""
+def full_pass_logprobs(engine: Engine, ids: tuple[int, ...]) -> torch.Tensor:
+    """Return log-probabilities [n - 1, V], computed by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(engine.config.model, dtype=torch.float32).eval()
@@ -46,26 +46,26 @@ def test_scores_are_those_of_a_whole_pass_and_the_text_stays(engine: Engine) -> 
     ids = tuple(engine.tokenizer.encode(TEXT))
     params = SamplingParams(max_tokens=12)
     (plain,) = engine.generate([Request("plain", ids, params)])
-    expected = of_whole_pass(engine, ids)
+    expected = full_pass_logprobs(engine, ids)
     for name in ("first", "cached"):
         done, (event,) = scored(engine, Request(name, ids, params, prompt_logprobs=3))
         assert done.token_ids == plain.token_ids and done.text == plain.text
         scores = event.prompt_logprobs
-        assert [one.token_id for one in scores] == list(ids[1:])
-        own = torch.tensor([one.logprob for one in scores])
-        wanted = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        assert torch.allclose(own, wanted, atol=2e-3)
-        best = [one.top[0][0] for one in scores]
-        assert all(len(one.top) == 3 for one in scores)
+        assert [score.token_id for score in scores] == list(ids[1:])
+        logprobs = torch.tensor([score.logprob for score in scores])
+        expected_logprobs = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        assert torch.allclose(logprobs, expected_logprobs, atol=2e-3)
+        best = [score.top[0][0] for score in scores]
+        assert all(len(score.top) == 3 for score in scores)
         assert (torch.tensor(best) == expected.argmax(-1)).float().mean() > 0.99
-    done, holding = scored(engine, Request("one", ids[:1], params, prompt_logprobs=0))
-    assert not holding and len(done.token_ids) == 12
+    done, scored_events = scored(engine, Request("one", ids[:1], params, prompt_logprobs=0))
+    assert not scored_events and len(done.token_ids) == 12
     (again,) = engine.generate([Request("again", ids, params)])
     assert again.token_ids == plain.token_ids
 
 
 def test_prompts_that_share_a_pass_are_scored_apart(engine: Engine) -> None:
-    """One with scores beside one without, both shorter than a chunk."""
+    """One request with scores and one without, both shorter than a chunk."""
     long, short = (tuple(engine.tokenizer.encode(TEXT[at:])[:30]) for at in (0, 9))
     params = SamplingParams(max_tokens=3)
     alone, (expected,) = scored(engine, Request("alone", long, params, prompt_logprobs=2))
@@ -75,9 +75,9 @@ def test_prompts_that_share_a_pass_are_scored_apart(engine: Engine) -> None:
     ):
         scores[event.request_id] = scores.get(event.request_id, 0) + len(event.prompt_logprobs)
         if event.prompt_logprobs:
-            for one, other in zip(event.prompt_logprobs, expected.prompt_logprobs, strict=True):
-                assert one.token_id == other.token_id
-                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            for score, other in zip(event.prompt_logprobs, expected.prompt_logprobs, strict=True):
+                assert score.token_id == other.token_id
+                assert score.logprob == pytest.approx(other.logprob, abs=1e-4)
     assert scores == {"a": 0, "b": len(long) - 1}
     assert alone.finish_reason == "length"
 

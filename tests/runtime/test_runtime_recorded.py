@@ -1,4 +1,4 @@
-"""Rounds recorded on a CPU: the same rounds as those that run as they are written, for every family."""
+"""Recorded rounds on a CPU equal eager rounds, for every model family."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,8 +32,10 @@ def assert_same_rounds(engine: Engine, written: Engine, *work: Any) -> None:
 
 
 def both(pair: Pair, dtype: str, **options: Any) -> tuple[Engine, Engine]:
-    given = {"slots": 2, "dtype": dtype, **options}
-    return pair.make_engine(3, **given), pair.make_engine(3, graphs=False, **given)
+    engine_options = {"slots": 2, "dtype": dtype, **options}
+    return pair.make_engine(3, **engine_options), pair.make_engine(
+        3, graphs=False, **engine_options
+    )
 
 
 @pytest.mark.covers(1)
@@ -57,7 +59,7 @@ def test_logprobs_that_are_read_later_are_their_own_round_s(pairs: Pairs, lag: i
 
 
 def test_a_round_with_an_empty_slot_runs_as_it_is_written(pairs: Pairs) -> None:
-    """Of four slots three are taken; the first one ends first."""
+    """Three of four slots are occupied, and the first one ends first."""
     engine, written = both(pairs.get("ngram"), "float32", slots=4)
     params = [replace(NOISY, max_tokens=n) for n in (20, 50, 40)]
     assert_same_rounds(engine, written, PROMPTS, params)

@@ -1,4 +1,4 @@
-"""Whole generations under rejection and block verification: what must be equal, and what is accepted."""
+"""Generations under rejection and block verification: what has to be equal, and what is accepted."""
 
 import dataclasses
 from pathlib import Path
@@ -55,8 +55,8 @@ def target(tiny: Tiny) -> Path:
 def methods(tiny: Tiny, target: Path) -> Methods:
     draft = tiny("qwen3", layers=1, residual_gain=damped, seed=5)
     by = {"draft_max": 3, "spec": "draft"}
-    found = {"draft": {**by, "draft_model": draft}, "self": {**by, "draft_model": target}}
-    return {"ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3}, **found}
+    draft_methods = {"draft": {**by, "draft_model": draft}, "self": {**by, "draft_model": target}}
+    return {"ngram": {"spec": "ngram", "ngram_min": 1, "draft_max": 3}, **draft_methods}
 
 
 def engine_of(target: Path, rule: str, **options: Any) -> Engine:
@@ -73,7 +73,7 @@ def story(runs: list[Run]) -> list[object]:
 def test_a_request_is_itself_among_others(
     target: Path, methods: Methods, method: str, rule: str
 ) -> None:
-    """k is fixed and noise keyed by the request's own seed and position; so is it for every lag."""
+    """k is fixed, and noise depends on the request's seed and position, at every lag."""
     alone = run_all(engine_of(target, rule, slots=1, **methods[method]), PROMPTS, SAMPLED)
     for slots, lag in ((2, 1), (4, 2)):
         engine = engine_of(target, rule, slots=slots, lag=lag, **methods[method])
@@ -93,22 +93,22 @@ def test_a_request_is_itself_among_others(
 def test_greedy_texts_are_the_plain_ones(
     target: Path, methods: Methods, method: str, rule: str
 ) -> None:
-    """Alone, where nothing is drawn at all, and beside requests that draw."""
+    """Alone, where nothing is sampled, and next to requests that sample."""
     greedy = SamplingParams(max_tokens=24, repetition_penalty=1.1)
     plain = run_all(make_engine(target), PROMPTS, [greedy] * 4)
     alone = run_all(engine_of(target, rule, **methods[method]), PROMPTS, [greedy] * 4)
     assert collect_outputs(alone) == collect_outputs(plain)
     drawing = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True)
-    asked = [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
-    beside = run_all(engine_of(target, rule, **methods[method]), *asked)[2:]
-    assert collect_outputs(beside) == collect_outputs(plain[:2]) and collect_drafts(
-        beside
+    work = [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
+    alongside_sampled = run_all(engine_of(target, rule, **methods[method]), *work)[2:]
+    assert collect_outputs(alongside_sampled) == collect_outputs(plain[:2]) and collect_drafts(
+        alongside_sampled
     ) == collect_drafts(alone[:2])
     assert count_accepted(alone)
 
 
 @by_rule
-def test_a_drafter_of_the_targets_law_is_never_rejected(
+def test_a_drafter_of_the_targets_distribution_is_never_rejected(
     target: Path, methods: Methods, rule: str
 ) -> None:
     ts = enumerate((0.0, 0.6, 1.0, 2.0))
@@ -118,9 +118,9 @@ def test_a_drafter_of_the_targets_law_is_never_rejected(
 
 
 def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -> None:
-    """A drawn draft that is taken for certain, another than was drawn, and greedy rows that draw."""
+    """A sampled draft treated as certain, a draft other than the sampled one, and greedy rows that sample."""
     draw = Sampler.draw_draft
-    never = test_a_drafter_of_the_targets_law_is_never_rejected
+    never = test_a_drafter_of_the_targets_distribution_is_never_rejected
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(Sampler, "allocate_draft_distributions", lambda self: None)
         never(target, methods, "rejection")
@@ -137,8 +137,10 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
 
 @pytest.mark.parametrize("rule", ["coupled", *RULES])
 @pytest.mark.parametrize("who", ["runner", "draft"])
-def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, who: str) -> None:
-    """The target's end one request with an error, and no later one; the drafter's cost it that draft."""
+def test_logits_that_are_not_finite_cost_one_request(
+    target: Path, methods: Methods, rule: str, who: str
+) -> None:
+    """The target's logits end one request with an error; the drafter's cost it one draft."""
     params = [
         SamplingParams(max_tokens=16, temperature=0.8, seed=i, ignore_eos=True) for i in range(3)
     ]
@@ -159,8 +161,8 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     runs = run_all(engine, PROMPTS[:3], params)
     assert [runs[i].output for i in (0, 2)] == [alone[i].output for i in (0, 2)]
     assert runs[1].finish_reason == ("error" if who == "runner" else "length")
-    kept = runs[1].tokens if who == "runner" else runs[1].tokens[:7]
-    assert len(kept) >= 7 and kept == alone[1].tokens[: len(kept)]
+    tokens_before = runs[1].tokens if who == "runner" else runs[1].tokens[:7]
+    assert len(tokens_before) >= 7 and tokens_before == alone[1].tokens[: len(tokens_before)]
     if who == "draft":
         assert len(runs[1].tokens) == 16
         assert not any(
@@ -170,8 +172,8 @@ def test_logits_that_are_not_finite(target: Path, methods: Methods, rule: str, w
     assert run_all(engine, PROMPTS[1:2], params[1:2])[0].output == alone[1].output
 
 
-def test_what_is_planned(target: Path, methods: Methods) -> None:
-    """k does not adapt, nothing is kept for drafts that are certain, and the plan counts what is kept."""
+def test_the_plan_counts_the_stored_distributions(target: Path, methods: Methods) -> None:
+    """k does not adapt, certain drafts need no distributions, and the plan counts the stored ones."""
     coupled = make_engine(target, adaptive=None, **methods["draft"])
     block = engine_of(target, "block", slots=1, **methods["draft"])
     assert (coupled.plan.adaptive, block.plan.adaptive, block.plan.config.verify) == (
@@ -179,9 +181,9 @@ def test_what_is_planned(target: Path, methods: Methods) -> None:
         False,
         "block",
     )
-    kept = block.round_queue.sampler.draft_distributions
-    assert kept is not None and kept.shape == (1, 3, 320)
-    assert block.plan.need.workspace - coupled.plan.need.workspace == kept.numel() * 4
+    distributions = block.round_queue.sampler.draft_distributions
+    assert distributions is not None and distributions.shape == (1, 3, 320)
+    assert block.plan.need.workspace - coupled.plan.need.workspace == distributions.numel() * 4
     assert coupled.round_queue.sampler.draft_distributions is None
     assert (
         engine_of(target, "block", **methods["ngram"]).round_queue.sampler.draft_distributions

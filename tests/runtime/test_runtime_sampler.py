@@ -1,4 +1,4 @@
-"""The sampler: window rows equal single rows bit for bit, truncation by definition, and fair draws."""
+"""The sampler: window rows equal single rows bit for bit, truncation by definition, fair draws."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ slot = st.tuples(st.lists(token, min_size=1, max_size=6), parameters)
 FOUR = [5.0] * 4
 TIED = [2.0, 2.0, 1.0, -1.0]
 LAST = [1.0, 3.0, 3.0]
-KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
+TRUNCATIONS: list[tuple[list[float], dict[str, Any], list[int]]] = [
     # Exactly k, and ties go to the lowest ids.
     ([0.0, 1.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 5]),
     ([3.0] * 9, {"top_k": 4}, [0, 1, 2, 3]),
@@ -75,7 +75,7 @@ KEPT: list[tuple[list[float], dict[str, Any], list[int]]] = [
 def sampler_of(
     slots: Slots, vocab: int = VOCAB, usable: int = 0, kernels: str = "torch"
 ) -> Sampler:
-    """A sampler whose slots hold these (prompt, parameters)."""
+    """Return a sampler with slots for these (prompt, parameters)."""
     state = RoundState(len(slots), 64, 8, 1, "cpu")
     sampler = Sampler(state, vocab, usable or vocab, load_kernels(kernels))
     for slot, (prompt, params) in enumerate(slots):
@@ -120,7 +120,7 @@ def normal(*shape: int, seed: int, scale: float = 2.0) -> Tensor:
 def test_a_window_equals_its_rows_one_by_one(
     slots: Slots, drafts: list[list[int]], seed: int
 ) -> None:
-    """Every row of a verify window, bitwise, against single rows with the drafts committed before them."""
+    """Every row of a verification window equals, bitwise, a single row after committing the drafts."""
     draft = torch.tensor(drafts, dtype=torch.long).view(-1, 3).T[: len(slots)]
     logits = normal(len(slots), draft.shape[1] + 1, VOCAB, seed=seed)
     needs = needs_of(slots)
@@ -137,9 +137,9 @@ def test_a_window_equals_its_rows_one_by_one(
         one = process(together, logits[:, row : row + 1], nothing, needs)
         assert torch.equal(one[:, 0], processed[:, row])
         for s, sampler in enumerate(alone):
-            own = needs_of(slots[s : s + 1])
-            single = process(sampler, logits[s : s + 1, row : row + 1], nothing[:1], own)
-            token_alone = draw(sampler, single, positions[s : s + 1, row : row + 1], own)
+            own_needs = needs_of(slots[s : s + 1])
+            single = process(sampler, logits[s : s + 1, row : row + 1], nothing[:1], own_needs)
+            token_alone = draw(sampler, single, positions[s : s + 1, row : row + 1], own_needs)
             assert token_alone[0, 0] == drawn[s, row]  # other slots' needs change no token
         if row < draft.shape[1]:
             for sampler, tokens in [
@@ -152,35 +152,35 @@ def test_a_window_equals_its_rows_one_by_one(
 
 
 def defined(logits: list[float], top_k: int, top_p: float, min_p: float) -> tuple[set[int], float]:
-    """Ids kept, in float64, and how far the closest decision was from its threshold."""
+    """Return the retained ids in float64, and the distance of the closest decision from its threshold."""
     order = sorted(range(len(logits)), key=lambda v: (-logits[v], v))[: top_k or len(logits)]
     weights = [math.exp(logits[v] - logits[order[0]]) for v in order]
     total = math.fsum(weights)
-    kept = {order[0]}
+    retained = {order[0]}
     margin = math.inf
-    before = 0.0
+    cumulative = 0.0
     for v, weight in zip(order, weights, strict=True):
         if v != order[0]:
             margin = min(
-                margin, abs(before - top_p) if top_p < 1 else math.inf, abs(weight - min_p)
+                margin, abs(cumulative - top_p) if top_p < 1 else math.inf, abs(weight - min_p)
             )
-            if (top_p >= 1 or before < top_p) and weight >= min_p:
-                kept.add(v)
-        before += weight / total
-    return kept, margin
+            if (top_p >= 1 or cumulative < top_p) and weight >= min_p:
+                retained.add(v)
+        cumulative += weight / total
+    return retained, margin
 
 
-def kept_ids(
+def retained_ids(
     logits: Sequence[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> list[int]:
-    """What `truncate` keeps of one row; the kept logits are unchanged."""
+    """Return the ids that `truncate` retains of one row, whose logits must be unchanged."""
     row = torch.tensor(logits, dtype=torch.float32)
     result = truncate(
         row.view(1, 1, -1), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
     )
-    kept = result[0, 0] > float("-inf")
-    assert torch.equal(result[0, 0][kept], row[kept])
-    return kept.nonzero().flatten().tolist()
+    is_retained = result[0, 0] > float("-inf")
+    assert torch.equal(result[0, 0][is_retained], row[is_retained])
+    return is_retained.nonzero().flatten().tolist()
 
 
 @settings(max_examples=150, deadline=None)
@@ -189,35 +189,37 @@ def kept_ids(
     min_p=st.sampled_from([0.0, 0.011, 0.11, 0.61, 0.93]),
     **{"top_k": st.integers(0, 30), "top_p": st.floats(0.01, 1.0)},
 )
-def test_truncation_by_its_definition(
+def test_truncation_follows_its_definition(
     logits: list[float], top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Values on a coarse grid: most rows hold ties."""
-    kept, margin = defined(logits, top_k, top_p, min_p)
+    """Values are on a coarse grid, so most rows have ties."""
+    retained, margin = defined(logits, top_k, top_p, min_p)
     if margin > 1e-5:  # nearer to a threshold, float32 may differ from float64
-        assert kept_ids(logits, top_k, top_p, min_p) == sorted(kept)
+        assert retained_ids(logits, top_k, top_p, min_p) == sorted(retained)
 
 
-@pytest.mark.parametrize(("logits", "cut", "kept"), KEPT)
-def test_truncation_at_its_edges(logits: list[float], cut: dict[str, Any], kept: list[int]) -> None:
-    assert kept_ids(logits, **cut) == kept
+@pytest.mark.parametrize(("logits", "cut", "retained"), TRUNCATIONS)
+def test_truncation_at_its_edges(
+    logits: list[float], cut: dict[str, Any], retained: list[int]
+) -> None:
+    assert retained_ids(logits, **cut) == retained
 
 
 def draft_all(sampler: Sampler, logits: Tensor, needs: SamplingSteps) -> Tensor:
-    """What a drafter with these logits [S, R, V] draws at each of its R steps: [S, R]."""
-    drawn = []
+    """Return the tokens [S, R] that a drafter with logits [S, R, V] draws in its R steps."""
+    drafts = []
     runner = SimpleNamespace(sample=lambda *_, **__: None)
     runner.model = SimpleNamespace(vocab_size=logits.shape[-1])
     for step in range(logits.shape[1]):
         runner.logits = lambda _hidden, step=step: logits[:, step : step + 1]
-        drawn.append(sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs))  # type: ignore[arg-type]
-    return torch.cat(drawn, dim=1)
+        drafts.append(sampler.draw_draft(runner, torch.zeros(len(logits), 1, 1), step, needs))  # type: ignore[arg-type]
+    return torch.cat(drafts, dim=1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(ties=st.sets(st.integers(0, 4999), min_size=1, max_size=8), noise=st.booleans())
 def test_greedy_ties_go_to_the_lowest_id(ties: set[int], noise: bool) -> None:
-    """Also beside a sampled slot, where noise is drawn for the batch."""
+    """Also next to a sampled slot, where noise is drawn for the batch."""
     greedy = SamplingParams()
     sampled = SamplingParams(temperature=1.0)
     sampler = sampler_of([([0], greedy), ([0], sampled if noise else greedy)], vocab=5000)
@@ -263,7 +265,7 @@ def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
 def test_a_drafter_s_own_ids_have_their_bias(
     drafters_vocab: int, temperature: float, kernels: str
 ) -> None:
-    """Every slot's own bias, over embeddings that are padded otherwise than the target's."""
+    """Every slot has its bias, with embeddings that are padded differently from the target's."""
     if kernels == "triton":
         pytest.importorskip("triton")
     biases = [{"seed": i, "logit_bias": ((3 + 7 * i, 30.0), (35, 40.0))} for i in range(3)]

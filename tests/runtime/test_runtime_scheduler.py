@@ -1,4 +1,4 @@
-"""The scheduler and its pages under arbitrary orders: none starves, nothing leaks, one writer a page."""
+"""The scheduler and its pages under arbitrary orders: no starvation, no leaks, one writer a page."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
 
 
 class SchedulerModel(RuleBasedStateMachine):
-    """Drives a scheduler as the engine does, with rounds that accept what hypothesis likes."""
+    """Drives a scheduler as the engine does, with rounds that accept what hypothesis draws."""
 
     @initialize(
         slots=st.integers(1, 4),
@@ -46,9 +46,9 @@ class SchedulerModel(RuleBasedStateMachine):
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
-        kept = SnapshotPool(places) if places and sharing else None
+        snapshots = SnapshotPool(places) if places and sharing else None
         self.scheduler = Scheduler(
-            slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, snapshots=kept
+            slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, snapshots=snapshots
         )
         self.saved = dict[
             int, list[int]
@@ -64,10 +64,11 @@ class SchedulerModel(RuleBasedStateMachine):
 
     # Texts of two letters share prefixes often.
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1), more=st.integers(1, CTX)
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=CTX - 1),
+        reply_limit=st.integers(1, CTX),
     )
-    def add(self, prompt: list[int], more: int) -> None:
-        sequence = sequence_of(f"r{self.added}", tuple(prompt), len(prompt) + more)
+    def add(self, prompt: list[int], reply_limit: int) -> None:
+        sequence = sequence_of(f"r{self.added}", tuple(prompt), len(prompt) + reply_limit)
         self.scheduler.add(sequence)
         self.arrivals[sequence] = self.added
         self.added += 1
@@ -80,8 +81,8 @@ class SchedulerModel(RuleBasedStateMachine):
         runs = self.scheduler.prefill_runs(sequence)
         before = sequence.prefilled
         if self.scheduler.snapshots is not None and not sequence.is_admitted:
-            taken = [] if sequence.snapshot is None else self.saved[sequence.snapshot]
-            assert taken == sequence.tokens()[:before], "states of another text"
+            snapshot_tokens = [] if sequence.snapshot is None else self.saved[sequence.snapshot]
+            assert snapshot_tokens == sequence.tokens()[:before], "states of another text"
         sequence.is_admitted = True
         run = next((r for r in runs if r.start <= sequence.prefilled < r.end), None)
         if run is not None and run.kind == "chunk":
@@ -97,10 +98,10 @@ class SchedulerModel(RuleBasedStateMachine):
             self.saved[place] = sequence.tokens()[:end]
 
     def save_all(self, sequence: Sequence) -> None:
-        """Up to the last position whose cache is there."""
+        """Save a snapshot at the last written position."""
         writing = sequence is self.scheduler.prefilling
-        held = sequence.prefilled if writing else sequence.prefill_end
-        self.save(sequence, self.scheduler.snapshot_place(sequence, held), held)
+        end = sequence.prefilled if writing else sequence.prefill_end
+        self.save(sequence, self.scheduler.snapshot_place(sequence, end), end)
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
@@ -134,14 +135,14 @@ class SchedulerModel(RuleBasedStateMachine):
                 if self.rounds:
                     self.read(data)
                     continue
-                last = max(self.scheduler.running(), key=lambda s: s.epoch)
-                assert self.arrivals[last] == max(
+                latest = max(self.scheduler.running(), key=lambda s: s.epoch)
+                assert self.arrivals[latest] == max(
                     self.arrivals[s] for s in self.scheduler.running()
                 )
-                kept = list(last.generated)
-                self.save_all(last)
-                self.scheduler.preempt(last)
-                assert last.generated == kept and self.scheduler.waiting[0] is last
+                generated = list(latest.generated)
+                self.save_all(latest)
+                self.scheduler.preempt(latest)
+                assert latest.generated == generated and self.scheduler.waiting[0] is latest
 
     @rule(k=st.integers(0, MAX_DRAFT), data=st.data())
     def round(self, k: int, data: st.DataObject | None) -> None:
@@ -180,13 +181,13 @@ class SchedulerModel(RuleBasedStateMachine):
         assert not line or not inside or max(inside) < line[0]
         assert self.added == self.ended + len(self.scheduler.by_id)
         # A page that a round on its way may write to belongs to no other sequence.
-        for sequence, epoch in (each for took_part in self.rounds for each in took_part):
+        for sequence, epoch in (entry for took_part in self.rounds for entry in took_part):
             assert sequence.epoch == epoch or sequence.finish_reason, (
                 "preempted under a running round"
             )
 
     def teardown(self) -> None:
-        """Left alone, every request ends, and every page comes back."""
+        """Run every request to its end, after which every page is available."""
         for _ in range(60 * (1 + len(self.scheduler.by_id))):
             if not self.scheduler.by_id and not self.rounds:
                 break
@@ -210,16 +211,16 @@ def prefilled(scheduler: Scheduler, *sequences: Sequence) -> None:
 
 
 def test_pages_stay_until_no_round_can_touch_them() -> None:
-    """A finished sequence's pages come back only when the rounds enqueued before its end have run."""
+    """The pages of a finished sequence become available once the rounds enqueued before its end have run."""
     scheduler = scheduler_of(2, 12, sharing=False)
-    one = sequence_of("one", (1,) * 9, 30)
-    prefilled(scheduler, one)
+    sequence = sequence_of("one", (1,) * 9, 30)
+    prefilled(scheduler, sequence)
     free = scheduler.pages.num_available
     for _ in range(2):
         scheduler.in_flight.append(EnqueuedRound(None, (), []))
     scheduler.finish_round()
-    one.finish_reason = "stop"
-    scheduler.retire(one)
+    sequence.finish_reason = "stop"
+    scheduler.retire(sequence)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
     scheduler.in_flight.append(
         EnqueuedRound(None, (), [])
@@ -229,7 +230,7 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
 
 
 def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
-    """Two prompts of one beginning that wait together: the second is admitted after the first is written."""
+    """Of two waiting prompts with one beginning, the second is admitted after the first is written."""
     scheduler = scheduler_of(3, 30)
     first, second = (sequence_of(f"{last}", (*range(18), last), 30) for last in (1, 2))
     scheduler.add(first)
@@ -244,49 +245,49 @@ def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
 
 
 def test_a_replay_is_written_as_the_text_was() -> None:
-    """Prompt chunks by the prefill program, what was generated by tiles, and nothing beyond."""
+    """Prompt chunks by the prefill program, generated tokens by tiles, and nothing beyond."""
     scheduler = scheduler_of(1, 10)
-    one = sequence_of("one", (1,) * 11, 40)
-    prefilled(scheduler, one)
-    assert scheduler.grow(one, 20)
-    one.commit([5] * 9, 8, 8, 0.0)
-    scheduler.preempt(one)
-    assert one.metrics.preemptions == 1
-    runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(one)]
+    sequence = sequence_of("one", (1,) * 11, 40)
+    prefilled(scheduler, sequence)
+    assert scheduler.grow(sequence, 20)
+    sequence.commit([5] * 9, 8, 8, 0.0)
+    scheduler.preempt(sequence)
+    assert sequence.metrics.preemptions == 1
+    runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(sequence)]
     assert runs == [(0, 4, "chunk"), (4, 8, "chunk"), (8, 19, "tile")]
-    assert scheduler.next_to_prefill(0) is one
-    assert one.prefilled == 19, "its own pages are found again, the last one too"
+    assert scheduler.next_to_prefill(0) is sequence
+    assert sequence.prefilled == 19, "its own pages are found again, the last one too"
 
 
 def ended(scheduler: Scheduler, prompt: tuple[int, ...], reply: list[int], reason: str) -> Sequence:
-    """A request that got its reply and left."""
-    one = sequence_of("one", prompt, len(prompt) + len(reply))
-    prefilled(scheduler, one)
-    assert scheduler.grow(one, one.length + len(reply))
-    one.commit(reply, 0, 0, 0.0)
-    one.finish_reason = reason
-    scheduler.retire(one)
-    return one
+    """Return a sequence that has committed its reply and ended."""
+    sequence = sequence_of("one", prompt, len(prompt) + len(reply))
+    prefilled(scheduler, sequence)
+    assert scheduler.grow(sequence, sequence.length + len(reply))
+    sequence.commit(reply, 0, 0, 0.0)
+    sequence.finish_reason = reason
+    scheduler.retire(sequence)
+    return sequence
 
 
-def going_on(name: str, one: Sequence, said: tuple[int, ...]) -> Sequence:
-    """The next turn, whose spans say that the reply was generated."""
-    turn = sequence_of(name, (*one.tokens(), *said), 40)
-    before = (("prompt", len(one.request.prompt_ids)), ("generated", len(one.generated)))
-    turn.runs = program_runs((*before, ("prompt", len(said))), CHUNK)
+def going_on(name: str, previous: Sequence, message: tuple[int, ...]) -> Sequence:
+    """Return the sequence of the next turn, in which the reply is a generated span."""
+    turn = sequence_of(name, (*previous.tokens(), *message), 40)
+    spans = (("prompt", len(previous.request.prompt_ids)), ("generated", len(previous.generated)))
+    turn.runs = program_runs((*spans, ("prompt", len(message))), CHUNK)
     return turn
 
 
 def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
-    """All but the reply's last token are there; the page that was not full has one who writes on in it."""
+    """All but the reply's last token is cached; only one sequence takes the page that was not full."""
     scheduler = scheduler_of(3, 30)
-    one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
-    turn = going_on("turn", one, (7, 8, 9))
-    other = going_on("other", one, (8, 8, 8))
-    for sequence, found in ((turn, 14), (other, 12)):
+    previous = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
+    turn = going_on("turn", previous, (7, 8, 9))
+    other = going_on("other", previous, (8, 8, 8))
+    for sequence, cached in ((turn, 14), (other, 12)):
         scheduler.add(sequence)
         assert scheduler.next_to_prefill(0) is sequence
-        assert sequence.prefilled == found
+        assert sequence.prefilled == cached
         check_pages(scheduler)
         scheduler.mark_written(sequence, sequence.prefill_end)
     assert turn.pages[:3] == other.pages[:3] and turn.pages[3] != other.pages[3]
@@ -294,14 +295,14 @@ def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
 
 @pytest.mark.parametrize("change", ["tokens", "spans", "error", "sharing", "shorter"])
 def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
-    """Other tokens, written by another program, or the end of a request that failed: only full pages."""
+    """With other tokens, another program, or after an error only full pages are reused."""
     scheduler = scheduler_of(3, 30, sharing=change != "sharing")
-    one = ended(scheduler, tuple(range(9)), [5] * 6, "error" if change == "error" else "stop")
+    previous = ended(scheduler, tuple(range(9)), [5] * 6, "error" if change == "error" else "stop")
     if change == "tokens":
-        one.generated[-2] = 6
+        previous.generated[-2] = 6
     if change == "shorter":
-        del one.generated[-2:]
-    turn = going_on("turn", one, () if change == "shorter" else (7, 8, 9))
+        del previous.generated[-2:]
+    turn = going_on("turn", previous, () if change == "shorter" else (7, 8, 9))
     if change == "spans":
         turn.runs = program_runs([("prompt", 9), ("generated", 3), ("prompt", 6)], CHUNK)
     scheduler.add(turn)
@@ -311,12 +312,12 @@ def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
 
 
 def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
-    """What could not be admitted leaves it to be found; who needs the page for something else has it."""
+    """A failed admission leaves the page stored; another allocation may take it."""
     scheduler = scheduler_of(2, 12)
-    one = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
+    previous = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
     full = sequence_of("full", (3,) * 24, 40)
     prefilled(scheduler, full)
-    turn = going_on("turn", one, (7,) * 12)
+    turn = going_on("turn", previous, (7,) * 12)
     scheduler.add(turn)
     assert scheduler.next_to_prefill(0) is None
     check_pages(scheduler)
@@ -331,10 +332,10 @@ def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
 
 def test_without_room_for_whole_blocks_single_pages_do() -> None:
     scheduler = scheduler_of(2, 11, sharing=False)
-    one = sequence_of("one", (1,), 40)
-    prefilled(scheduler, one)
-    assert len(one.pages) == BLOCK
-    assert scheduler.grow(one, 33) and len(one.pages) == 10
+    sequence = sequence_of("one", (1,), 40)
+    prefilled(scheduler, sequence)
+    assert len(sequence.pages) == BLOCK
+    assert scheduler.grow(sequence, 33) and len(sequence.pages) == 10
     other = sequence_of("other", (1,), 9)
     prefilled(scheduler, other)
     assert len(other.pages) == 1

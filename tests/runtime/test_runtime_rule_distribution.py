@@ -1,4 +1,4 @@
-"""Rejection and block verification in real rounds keep the target's joint law: enumerated, and as drawn."""
+"""Rejection and block verification keep the target's joint distribution, enumerated and as sampled."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from spd.kernels.sampling.philox import random_bits, uniform
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingParams
 from tests.runtime import seeded_faults as fault
-from tests.runtime.round_law import (
+from tests.runtime.round_distribution import (
     EVERYTHING,
     MIN_TOKENS,
     PENALTIES,
@@ -23,9 +23,9 @@ from tests.runtime.round_law import (
     STOPS_AND_LIMIT,
     TRUNCATION,
 )
-from tests.runtime.rule_law import RULES, Passing, RuleCase, check_rule, drawn_texts
+from tests.runtime.rule_distribution import RULES, Passing, RuleCase, check_rule, drawn_texts
 from tests.runtime.seeded_faults import Mutation, Patch
-from tests.runtime.target_law import PROMPT
+from tests.runtime.target_distribution import PROMPT
 from tests.runtime.test_runtime_sampler import FALSE_ALARM, assert_fair
 
 COOL = SamplingParams(temperature=0.5)
@@ -51,7 +51,9 @@ SLOTS = 20_000
 @by_draft
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_one_round_has_the_targets_law(k: int, masked: bool, drawn: bool, rule: str) -> None:
+def test_one_round_has_the_targets_distribution(
+    k: int, masked: bool, drawn: bool, rule: str
+) -> None:
     check_rule(RuleCase((k,), seed=k, masked=masked, rule=rule, drawn=drawn))
 
 
@@ -59,7 +61,9 @@ def test_one_round_has_the_targets_law(k: int, masked: bool, drawn: bool, rule: 
 @by_rule
 @by_draft
 @pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 1), (1, 1, 1)])
-def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...], drawn: bool, rule: str) -> None:
+def test_rounds_in_a_row_have_the_targets_distribution(
+    ks: tuple[int, ...], drawn: bool, rule: str
+) -> None:
     check_rule(RuleCase(ks, seed=11, rule=rule, drawn=drawn))
 
 
@@ -67,50 +71,52 @@ def test_rounds_in_a_row_have_the_targets_law(ks: tuple[int, ...], drawn: bool, 
 @by_rule
 @by_draft
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_processed_rows_have_the_law_of_the_definition(name: str, drawn: bool, rule: str) -> None:
+def test_processed_rows_have_the_distribution_of_the_definition(
+    name: str, drawn: bool, rule: str
+) -> None:
     for ks in ((3,), (1, 1), (0, 2)):
         check_rule(RuleCase(ks, PARAMETERS[name], seed=5, rule=rule, drawn=drawn))
 
 
 @by_rule
-def test_a_drafter_of_the_targets_law_changes_none(rule: str) -> None:
+def test_a_drafter_of_the_targets_distribution_changes_none(rule: str) -> None:
     for params in (PLAIN, PENALTIES, TRUNCATION):
         check_rule(RuleCase((3,), params, seed=8, rule=rule, drafter="target"))
 
 
 @by_rule
-def test_ids_beyond_the_vocabulary_change_no_law(rule: str) -> None:
+def test_ids_beyond_the_vocabulary_change_no_distribution(rule: str) -> None:
     check_rule(RuleCase((3,), seed=6, rule=rule, drawn=False, odd_drafts=True))
 
 
 def target_rows(**step: Any) -> Mutation:
-    """A step of the processing that the tested rows do not get."""
+    """Return a mutation by which tested rows do not get a processing step."""
     with_step = lambda a: {"tensors": replace(a.tensors, **step)}  # noqa: E731
     return fault.operation("row_distributions", lambda a: with_step(a) if a.draft.shape[1] else {})
 
 
 def draft_row(change: Any) -> Mutation:
-    """Other parameters for what is kept of a draft."""
+    """Return a mutation of the parameters of the stored draft distributions."""
     changed = lambda a: {"tensors": replace(a.tensors, **change(a.tensors))}  # noqa: E731
     return fault.operation("row_distributions", lambda a: {} if a.draft.shape[1] else changed(a))
 
 
-def kept_of_the_first_drafting(patch: Patch) -> None:
+def stored_of_the_first_drafting(patch: Patch) -> None:
     draw = Sampler.draw_draft
 
     def changed(self: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any) -> Tensor:
         assert self.draft_distributions is not None
-        kept = self.draft_distributions.clone()
+        stored_distributions = self.draft_distributions.clone()
         drawn = draw(self, runner, hidden, step, needs)
         if (self.state.length > len(PROMPT)).any():
-            self.draft_distributions.copy_(kept)
+            self.draft_distributions.copy_(stored_distributions)
         return drawn
 
     patch.setattr(Sampler, "draw_draft", changed)
 
 
 def last_token(change: Callable[..., Tensor]) -> Mutation:
-    """Another law of the last token, given the right one and its arguments."""
+    """Return a mutation of the last token's distribution; `change` gets the original function."""
     right = draft_verify.last_token_weights
     return lambda patch: patch.setattr(
         draft_verify, "last_token_weights", lambda *a: change(right, *a)
@@ -118,13 +124,13 @@ def last_token(change: Callable[..., Tensor]) -> Mutation:
 
 
 def block_chances(change: Callable[..., tuple[Tensor, Tensor]]) -> Mutation:
-    """Other chances of a block's prefixes, and joint ratios, given the right ones and their arguments."""
+    """Return a mutation of a block's acceptance probabilities and joint ratios."""
     right = draft_verify.block_chances
     return lambda patch: patch.setattr(draft_verify, "block_chances", lambda *a: change(right, *a))
 
 
 def passed(change: Callable[[Tensor], Tensor]) -> Mutation:
-    """Other tests than the comparison says passed."""
+    """Return a mutation of which tests pass."""
     right = Passing.__lt__
     return lambda patch: patch.setattr(
         Passing, "__lt__", lambda self, chances: change(right(self, chances))
@@ -140,16 +146,16 @@ def uncapped(
 
 
 def unclamped(
-    right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *rest: Tensor
+    right: Callable[..., Tensor], p: Tensor, q: Tensor, x: Tensor, *arguments: Tensor
 ) -> Tensor:
-    n, a, _ = rest
+    n, a, _ = arguments
     at = a.clamp(max=1)[:, None, None].expand(-1, 1, 3)
     residual = (p[:, :-1] - q).abs().gather(1, at)[:, 0]
-    return torch.where((a < n)[:, None], residual, right(p, q, x, *rest))
+    return torch.where((a < n)[:, None], residual, right(p, q, x, *arguments))
 
 
-def kept(change: Callable[[Any], Tensor]) -> Mutation:
-    """Other laws of drafts than those that were kept."""
+def stored_distributions(change: Callable[[Any], Tensor]) -> Mutation:
+    """Return a mutation of the stored draft distributions."""
     return fault.operation("verify_drafts", lambda a: {"draft_probs": change(a)})
 
 
@@ -163,7 +169,7 @@ def last_row(
     return torch.where((a == n)[:, None], p[:, -1], right(p, q, x, n, a, s))
 
 
-commit, laws = (
+commit, distributions = (
     functools.partial(fault.operation, name) for name in ("round_commit", "row_distributions")
 )
 PENALISED = replace(TWO, params=PENALTIES)
@@ -178,7 +184,10 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         target_rows(min_length=None),
         replace(TWO, params=MIN_TOKENS),
     ),
-    "penalties see other drafts": (laws(lambda a: {"draft": a.draft.roll(1, 1)}), PENALISED),
+    "penalties see other drafts": (
+        distributions(lambda a: {"draft": a.draft.roll(1, 1)}),
+        PENALISED,
+    ),
     "what is kept knows no temperature": (
         draft_row(lambda t: {"temperature": torch.ones_like(t.temperature)}),
         replace(TWO, params=COOL),
@@ -187,10 +196,19 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         draft_row(lambda t: {"bias": None}),
         replace(TWO, params=BIASED),
     ),
-    "what is kept is of another step": (kept(lambda a: a.draft_probs.roll(1, 1)), TWO),
-    "what is kept is a neighbour's": (kept(lambda a: a.draft_probs.roll(7, 0)), TWO),
-    "what is kept is of an earlier round": (kept_of_the_first_drafting, ROUNDS),
-    "a certain draft is drawn": (kept(lambda a: torch.full_like(a.target[:, 1:], 1 / 3)), CERTAIN),
+    "what is kept is of another step": (
+        stored_distributions(lambda a: a.draft_probs.roll(1, 1)),
+        TWO,
+    ),
+    "what is kept is a neighbour's": (
+        stored_distributions(lambda a: a.draft_probs.roll(7, 0)),
+        TWO,
+    ),
+    "what is kept is of an earlier round": (stored_of_the_first_drafting, ROUNDS),
+    "a certain draft is drawn": (
+        stored_distributions(lambda a: torch.full_like(a.target[:, 1:], 1 / 3)),
+        CERTAIN,
+    ),
     "drafts that do not count are tested": (
         fault.operation(
             "verify_drafts", lambda a: {"num_drafts": torch.full_like(a.num_drafts, 2)}
@@ -217,7 +235,9 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         THREE,
     ),
     "a block's residual is not scaled": (
-        last_token(lambda right, *given: right(*given[:-1], torch.ones_like(given[-1]))),
+        last_token(
+            lambda right, *arguments: right(*arguments[:-1], torch.ones_like(arguments[-1]))
+        ),
         THREE,
     ),
     "a block's joint ratio is capped at the end only": (block_chances(uncapped), THREE),
@@ -238,14 +258,14 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         SINGLY,
     ),
 }
-honest = functools.cache(check_rule)
-WORDS_OF_A_CATCH = "the law differs|do not add up|^lengths|^reasons|other tokens are told"
+passes_unchanged = functools.cache(check_rule)
+WORDS_OF_A_CATCH = "the distribution differs|do not add up|^lengths|^reasons|other tokens are told"
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_fault_is_caught(mutant: str, monkeypatch: Patch) -> None:
     mutation, case = MUTANTS[mutant]
-    honest(case)
+    passes_unchanged(case)
     mutation(monkeypatch)
     with pytest.raises(AssertionError, match=WORDS_OF_A_CATCH):
         check_rule(case)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Exact enumeration of what rounds commit: the machinery of `test_runtime_mutants`.
+"""Exact enumeration of the texts that rounds commit, for `test_runtime_mutants`.
 
-Three tokens, every draft string, every string of sampled rows: the real round runs once with a slot for each
-case, over a model that remembers what was fed to it; each weighs what target and drafter give it.
+There are three tokens. Every draft string and every string of sampled rows is a case, and the real
+round runs once with a slot for each case, over a model that stores the tokens fed to it. The weight
+of a case is its probability under target and drafter.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.helpers import replace_operations
-from tests.runtime import target_law
-from tests.runtime.target_law import (
-    DRAFT_LAWS,
+from tests.runtime import target_distribution
+from tests.runtime.target_distribution import (
+    DRAFT_DISTRIBUTIONS,
     PROMPT,
     VOCAB,
-    Law,
     Text,
+    TextDistribution,
     context_numbers,
     random_drafts,
 )
@@ -47,26 +48,29 @@ LIMIT_OF_ERROR = 1e-12
 
 
 class Script:
-    """A case's own samples in place of every draw, and what was to be drawn from, at which positions."""
+    """Returns a case's samples in place of every draw, and records the arguments of the draw."""
 
     samples: Tensor
     processed: Tensor
     positions: Tensor
 
     def draw(self, processed: Tensor, positions: Tensor) -> Tensor:
-        """In place of noise and argmax."""
+        """Return the scripted samples in place of noise and argmax."""
         self.processed = processed
         self.positions = positions
         return self.samples
 
-    def sample_rows(self, *given: Any) -> tuple[Tensor, Tensor]:
-        """The real processing around the scripted draw."""
+    def sample_rows(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Run the real processing around the scripted draw."""
         with mock.patch.object(sampling, "draw_rows", lambda p, at, *_: self.draw(p, at)):
-            return sampling.sample_rows(*given)
+            return sampling.sample_rows(*arguments)
 
 
 class RememberingRunner:
-    """A model that knows a context only by its pages; with `head` it draws itself, by temperature alone."""
+    """A model that reads its context from the pages alone.
+
+    With `head` it samples itself, by temperature alone.
+    """
 
     def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
         pages = state.page_table.shape[1]
@@ -122,7 +126,7 @@ STOPS_AND_LIMIT = SamplingParams(temperature=1.0, stop_token_ids=(1,), max_token
 
 @dataclass(frozen=True)
 class Case:
-    """One law check: the k of each round, sampling parameters, and the target's seed."""
+    """One distribution check: the k of each round, sampling parameters, and the target's seed."""
 
     ks: tuple[int, ...]
     params: SamplingParams = PLAIN
@@ -131,11 +135,11 @@ class Case:
     odd_drafts: bool = False
     """Ids outside the vocabulary instead of the drafts that equal token 2."""
     head: bool = False
-    """Whether the model has a head that draws by itself."""
+    """True if the model has a head that samples by itself."""
 
     @property
     def depth(self) -> int:
-        """How long a text becomes, its prompt included."""
+        """Largest length of a text, its prompt included."""
         return len(PROMPT) + sum(k + 1 for k in self.ks)
 
     @property
@@ -145,16 +149,16 @@ class Case:
 
     def table(self, seed: int = 0, masked: bool | None = None) -> Tensor:
         masked = self.masked if masked is None else masked
-        return target_law.target_table(self.depth + 1, self.seed + seed, masked)
+        return target_distribution.target_table(self.depth + 1, self.seed + seed, masked)
 
 
 class Enumeration:
-    """All cases of all rounds side by side, a slot each."""
+    """All cases of all rounds in one batch, with a slot for each."""
 
     def __init__(
         self, case: Case, table: Tensor, script: Script | None = None, slots: int = 0
     ) -> None:
-        """slots: so many without any drafts in place of all cases."""
+        """slots: the number of slots without drafts that replace the cases; 0: a slot for each case."""
         parts = (
             [torch.zeros(slots, 1, dtype=torch.long)]
             if slots
@@ -193,12 +197,12 @@ class Enumeration:
         self.weights = torch.ones(slots, dtype=torch.float64)
 
     def cases_of(self, k: int) -> Tensor:
-        """Every (num_drafts, drafts, samples) of a round with k drafts: [cases, 1 + k + k + 1]."""
+        """Return every (num_drafts, drafts, samples) of a round with k drafts: [cases, 1 + k + k + 1]."""
         strings = itertools.product(range(k + 1), *[range(VOCAB)] * (2 * k + 1))
         return torch.tensor(list(strings), dtype=torch.long)
 
     def propose(self, number: int) -> Tensor:
-        """Put the drafts of a round's plan where the drafter would; returns them as planned."""
+        """Write the drafts of a round's plan as the drafter would; return them as planned."""
         k = self.case.ks[number]
         plan = self.plans[number]
         self.state.num_drafts.copy_(plan[:, 0])
@@ -208,7 +212,7 @@ class Enumeration:
         return draft
 
     def launch(self, k: int, needs: SamplingSteps, next_k: int = 0) -> tuple[Tensor, Tensor]:
-        """One round; which were active before, and how long they were."""
+        """Run one round; return which slots were active before, and their lengths."""
         state = self.state
         before = (state.active.clone(), state.length.clone())
         place = int(state.counter)
@@ -217,8 +221,8 @@ class Enumeration:
         self.emitted = state.ring[place % len(state.ring)]
         return before
 
-    def run(self, number: int, draft_law: Tensor) -> None:
-        """Run one round over every case and multiply what target and drafter give it."""
+    def run(self, number: int, draft_distribution: Tensor) -> None:
+        """Run one round over every case, and multiply its weight by its probability."""
         k = self.case.ks[number]
         draft = self.propose(number)
         self.script.samples = script = self.plans[number][:, k + 1 :]
@@ -230,25 +234,27 @@ class Enumeration:
         self.weights *= probabilities.gather(-1, script[..., None]).squeeze(-1).prod(-1)
         self.weights /= k + 1  # num_drafts: uniform
         for i in range(k):
-            self.weights *= draft_law[self.runner.contexts[:, i], script[:, i], draft[:, i]]
+            self.weights *= draft_distribution[
+                self.runner.contexts[:, i], script[:, i], draft[:, i]
+            ]
         self._check_bookkeeping(k, was_active, started)
 
     def _check_bookkeeping(self, k: int, was_active: Tensor, started: Tensor) -> None:
-        """Lengths, silence, and the reason of every case that can happen; what is told is what was done."""
+        """Assert the lengths, activity and finish reason of every possible case, and its emission."""
         state = self.state
         possible = self.weights > 0
         columns: list[Any] = list(self.emitted.unbind(1))
         assert (columns[5] == k).all(), "another k is told"
-        told: Any = read_emission([*columns[:5], k, *columns[6:]])
-        committed = told.committed
-        reason = told.reason
+        emission: Any = read_emission([*columns[:5], k, *columns[6:]])
+        committed = emission.committed
+        reason = emission.reason
         rows = torch.arange(k + 1)
-        assert torch.equal(told.length, started), "lengths before"
+        assert torch.equal(emission.length, started), "lengths before"
         assert torch.equal(state.length, started + committed), "lengths"
         assert (committed[~was_active] == 0).all(), "a silent slot committed tokens"
         assert (committed[was_active & possible] >= 1).all(), "a round without a token"
         appended = state.tokens.gather(1, started[:, None] + rows)
-        same = appended == torch.stack(told.sampled, dim=1)
+        same = appended == torch.stack(emission.sampled, dim=1)
         assert (same | (rows >= committed[:, None])).all(), "other tokens are told"
         last = state.tokens.gather(1, state.length[:, None] - 1)
         stops = torch.tensor(self.case.params.stop_token_ids or (-9,))
@@ -259,16 +265,16 @@ class Enumeration:
         assert torch.equal(state.active[checked], expected[checked] == GOING_ON), "active"
 
     def masses(self) -> dict[Text, float]:
-        """Weights of the committed texts."""
+        """Return the probability of each committed text."""
         masses: dict[Text, float] = {}
         possible = self.weights > 0
         for length in self.state.length[possible].unique().tolist():
-            chosen = possible & (self.state.length == length)
-            texts, which = self.state.tokens[chosen, len(PROMPT) : length].unique(
+            of_length = possible & (self.state.length == length)
+            texts, text_index = self.state.tokens[of_length, len(PROMPT) : length].unique(
                 dim=0, return_inverse=True
             )
             sums = torch.zeros(len(texts), dtype=torch.float64).index_add_(
-                0, which, self.weights[chosen]
+                0, text_index, self.weights[of_length]
             )
             masses |= {
                 tuple(text): mass for text, mass in zip(texts.tolist(), sums.tolist(), strict=True)
@@ -277,41 +283,50 @@ class Enumeration:
 
 
 def difference(case: Case, table: Tensor, masses: dict[Text, float]) -> float:
-    """The greatest between the law of committed texts, continued by the target, and the target's own."""
-    target = Law(table, case.params, case.horizon)
-    wanted = defaultdict[Text, float](float)
-    got = defaultdict[Text, float](float)
-    target.extend(wanted, (), 1.0)
+    """Return the largest difference between the distributions of texts of the rounds and of the
+    target.
+
+    masses: the probabilities of the committed texts, which the target continues.
+    """
+    target = TextDistribution(table, case.params, case.horizon)
+    expected = defaultdict[Text, float](float)
+    actual = defaultdict[Text, float](float)
+    target.extend(expected, (), 1.0)
     for text, mass in masses.items():
-        target.extend(got, text, mass)
-    assert abs(sum(got.values()) - 1) < LIMIT_OF_ERROR, (
+        target.extend(actual, text, mass)
+    assert abs(sum(actual.values()) - 1) < LIMIT_OF_ERROR, (
         "masses do not add up: a row saw what it must not"
     )
-    assert len(wanted) > 1
-    return max(abs(got[text] - wanted[text]) for text in {*got, *wanted})
+    assert len(expected) > 1
+    return max(abs(actual[text] - expected[text]) for text in {*actual, *expected})
 
 
-def check_law(case: Case, *draft_distributions: str) -> None:
-    """Assert the law under the named drafters (all of them by default)."""
+def check_distribution(case: Case, *draft_distributions: str) -> None:
+    """Assert that rounds have the target's distribution under these drafters, by default all."""
     table = case.table()
-    for draft_law in draft_distributions or DRAFT_LAWS:
+    for draft_distribution in draft_distributions or DRAFT_DISTRIBUTIONS:
         enumeration = Enumeration(case, table)
-        conditional = DRAFT_LAWS[draft_law](len(table))
+        conditional = DRAFT_DISTRIBUTIONS[draft_distribution](len(table))
         with torch.inference_mode():
             for number in range(len(case.ks)):
                 enumeration.run(number, conditional)
         error = difference(case, table, enumeration.masses())
-        assert error < LIMIT_OF_ERROR, f"{draft_law}: the law differs by {error:.3g}"
+        assert error < LIMIT_OF_ERROR, (
+            f"{draft_distribution}: the distribution differs by {error:.3g}"
+        )
 
 
 def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> Emission:
-    """What the one round of `case` must tell of a slot: (num_drafts, drafts, samples), logits of its rows."""
+    """Return the emission of a slot after the one round of `case`, by the definition.
+
+    plan: (num_drafts, drafts, samples). logits: those of the slot's rows.
+    """
     (k,) = case.ks
     limit = case.params.max_tokens or math.inf
     draft = list(plan[1 : k + 1])
     sampled = list(plan[k + 1 :])
-    known = [not case.odd_drafts or token != 2 for token in draft]
-    leading = next((i for i in range(k) if not known[i]), k)
+    is_in_vocab = [not case.odd_drafts or token != 2 for token in draft]
+    leading = next((i for i in range(k) if not is_in_vocab[i]), k)
     num_drafts = int(min(plan[0], leading, limit - 1))
     accepted = next((i for i in range(num_drafts) if draft[i] != sampled[i]), num_drafts)
     committed = accepted + 1
@@ -327,19 +342,21 @@ def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> E
             break
     if reason == GOING_ON and committed >= limit:
         reason = FULL
-    fed = [token if kept else 0 for token, kept in zip(draft, known, strict=True)]
+    fed = [token if is_known else 0 for token, is_known in zip(draft, is_in_vocab, strict=True)]
     return Emission(len(PROMPT), num_drafts, accepted, committed, reason, 0, fed, sampled)
 
 
 def check_emissions(case: Case) -> None:
-    """Assert, case by case, that what is told is the definition's, and that the text is what is told."""
+    """Assert for every case that its emission is the definition's, and that its text is the emitted one."""
     enumeration = Enumeration(case, case.table())
     enumeration.run(0, random_drafts(len(enumeration.runner.table)))
     logits = enumeration.runner.table[enumeration.runner.contexts]
     plans = enumeration.plans[0].tolist()
     texts = enumeration.state.tokens[:, len(PROMPT) :].tolist()
     for s, row in enumerate(enumeration.emitted.tolist()):
-        wanted = emission_by_definition(case, plans[s], logits[s])
-        assert read_emission(row) == wanted, "another round is told"
-        told = wanted.sampled[: wanted.committed]
-        assert texts[s] == told + [0] * (len(texts[s]) - len(told)), "other tokens are told"
+        expected = emission_by_definition(case, plans[s], logits[s])
+        assert read_emission(row) == expected, "another round is told"
+        committed = expected.sampled[: expected.committed]
+        assert texts[s] == committed + [0] * (len(texts[s]) - len(committed)), (
+            "other tokens are told"
+        )

@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-call"
-"""The law of rounds that test a draft's probability: enumerated exactly, and drawn with the real noise.
+"""The distribution of rounds that test a draft's probability: enumerated exactly, and with real
+noise.
 
-As in `round_law` the real round runs over tables, a slot for each case. Scripted are what is random: the
-drafts, which of them pass their test, and the last token; each case weighs their probabilities. The
-drafter is the real one, so what is kept of its draws is what the program keeps.
+As in `round_distribution` the real round runs over tables, with a slot for each case. The random
+parts are scripted: the drafts, which of them pass their test, and the last token. The weight of a
+case is the product of their probabilities. The drafter is the real one, so the stored draft
+distributions are the program's.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round import Round
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
-from tests.runtime.round_law import (
+from tests.runtime.round_distribution import (
     LIMIT_OF_ERROR,
     Case,
     Enumeration,
@@ -33,30 +35,30 @@ from tests.runtime.round_law import (
     Script,
     difference,
 )
-from tests.runtime.target_law import PROMPT, VOCAB, Law, Text, random_drafts
+from tests.runtime.target_distribution import PROMPT, VOCAB, Text, TextDistribution, random_drafts
 
 RULES = ("rejection", "block")
 NO_WINDOW: Any = None
-"""For who looks at the tokens alone."""
+"""For proposers that read the tokens alone."""
 
 
 def first_window(state: RoundState) -> Any:
-    """What a round would have verified of all who take part: a row each."""
+    """Return the window of a round that verified one row of each active slot."""
     return SimpleNamespace(valid=state.active.unsqueeze(-1))
 
 
 @dataclass(frozen=True)
 class RuleCase(Case):
-    """A law check of one rule. With `drawn` the draft model drafts, else drafts are told and certain."""
+    """A check of one rule. With `drawn` the draft model drafts; else drafts are scripted and certain."""
 
     rule: str = "block"
     drawn: bool = True
     drafter: str = "stranger"
-    """Or "target": a drafter of the target's own law."""
+    """Or "target": a drafter with the target's distribution."""
 
 
 class Passing:
-    """Stands for the uniforms: comparing them gives a scripted pattern and records the chances."""
+    """Replaces the uniforms: a comparison returns a scripted pattern and records the chances."""
 
     def __init__(self, pattern: Tensor) -> None:
         self.pattern = pattern
@@ -68,7 +70,7 @@ class Passing:
 
 
 class DraftScript(Script):
-    """Scripted drafts, one step after another, and how probable they were."""
+    """Scripted drafts, step by step, with their probability under the drafter."""
 
     drafts: Tensor
 
@@ -85,32 +87,35 @@ class DraftScript(Script):
 
 
 class RuleEnumeration(Enumeration):
-    """All cases of all rounds side by side, under one of the rules."""
+    """All cases of all rounds in one batch, under one of the rules."""
 
     def __init__(self, case: RuleCase, table: Tensor) -> None:
         self.rule_case = case
         self.draft_script = DraftScript()
         super().__init__(case, table, self.draft_script)
-        self.draft_law = random_drafts(len(table))[:, 0]
+        self.draft_distribution = random_drafts(len(table))[:, 0]
         proposer = None
         if case.drawn:
             proposer = drafter(self, case.table(50) if case.drafter == "stranger" else table)
             self.sampler.draft_distributions = self.sampler.draft_distributions.double()
-        self.round = ruled(self, proposer, case.rule)
+        self.round = under_rule(self, proposer, case.rule)
         if proposer is not None and case.ks[0]:
             self.draft_script.begin(self.plans[0][:, 1 : case.ks[0] + 1])
             proposer.draft(case.ks[0], first_window(self.state), self.views, self.needs)
             self.weights *= self.draft_script.weight
 
     def cases_of(self, k: int) -> Tensor:
-        """Every (num_drafts, drafts, tests passed, last token) of a round: [cases, 1 + k + k + 1]."""
+        """Return every (num_drafts, drafts, tests passed, last token): [cases, 1 + k + k + 1]."""
         strings = itertools.product(
             range(k + 1), *[range(VOCAB)] * k, *[range(2)] * k, range(VOCAB)
         )
         return torch.tensor(list(strings), dtype=torch.long)
 
-    def run(self, number: int, draft_law: Tensor | None = None) -> None:
-        """Run one round over every case, and multiply what its tests, last token and new drafts weigh."""
+    def run(self, number: int, draft_distribution: Tensor | None = None) -> None:
+        """Run one round over every case, and multiply its weight by its probability.
+
+        That is the probability of its tests, its last token and its new drafts.
+        """
         case = self.rule_case
         plan = self.plans[number]
         k = case.ks[number]
@@ -125,7 +130,7 @@ class RuleEnumeration(Enumeration):
         drawn = {}
 
         def draw_last(weights: Tensor, *_: Tensor) -> Tensor:
-            drawn["law"] = weights / weights.sum(dim=-1, keepdim=True)
+            drawn["distribution"] = weights / weights.sum(dim=-1, keepdim=True)
             return last
 
         next_k = later[0] if later and case.drawn else 0
@@ -141,61 +146,71 @@ class RuleEnumeration(Enumeration):
             torch.where(pattern, passing.chances, 1 - passing.chances) if k else pattern.double()
         )
         self.weights *= torch.where(tested, chances, 0.5).prod(-1)
-        self.weights *= drawn["law"].gather(1, last[:, None])[:, 0] / (k + 1)  # num_drafts: uniform
+        self.weights *= drawn["distribution"].gather(1, last[:, None])[:, 0] / (
+            k + 1
+        )  # num_drafts: uniform
         if next_k:
             self.weights *= self.draft_script.weight
         if not case.drawn:
             for i in range(k):
-                self.weights *= self.draft_law[self.runner.contexts[:, i], draft[:, i]]
+                self.weights *= self.draft_distribution[self.runner.contexts[:, i], draft[:, i]]
         self._check_bookkeeping(k, *before)
 
     def prepare(self, needs: SamplingSteps, k: int) -> SamplingSteps:
-        """Called before each round: what its draws need."""
+        """Return the sampling steps of the next round; called before each."""
         return needs
 
     def all_masses(self) -> dict[Text, float]:
-        """Of the texts after all rounds."""
+        """Run all rounds, and return the probability of each text."""
         for number in range(len(self.case.ks)):
             self.run(number)
         return self.masses()
 
 
 def drafter(setting: Enumeration, table: Tensor) -> DraftModelProposer:
-    """A draft model of this law, which keeps what it draws from."""
+    """Return a draft model with this table, which stores its distributions."""
     runner = cast(ModelRunner, RememberingRunner(setting.state, table, setting.script, head=False))
     setting.state.draft_limit.fill_(setting.state.max_len)
     setting.sampler.allocate_draft_distributions()
     return DraftModelProposer(setting.sampler, [runner], setting.state.max_len)
 
 
-def ruled(setting: Enumeration, proposer: Any, rule: str) -> Round:
-    """Its rounds under another rule."""
-    whole: Any = setting
+def under_rule(setting: Enumeration, proposer: Any, rule: str) -> Round:
+    """Return the setting's round under another rule."""
+    untyped_setting: Any = setting
     return Round(
-        whole.state, whole.runner, whole.sampler, proposer, setting.round.kernels, None, rule
+        untyped_setting.state,
+        untyped_setting.runner,
+        untyped_setting.sampler,
+        proposer,
+        setting.round.kernels,
+        None,
+        rule,
     )
 
 
 def check_rule(case: RuleCase) -> None:
-    """Assert that the rounds' law, continued by the target, is the target's own."""
+    """Assert that the rounds, continued by the target, have the target's distribution."""
     table = case.table()
     with torch.inference_mode():
         error = difference(case, table, RuleEnumeration(case, table).all_masses())
-    assert error < LIMIT_OF_ERROR, f"the law differs by {error:.3g}"
+    assert error < LIMIT_OF_ERROR, f"the distribution differs by {error:.3g}"
 
 
 def gumbel_at_once(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
-    """`philox.gumbel` but for last bits: not row by row, which takes long for so many rows."""
+    """Return `philox.gumbel` except for the last bits, not row by row, which would take long."""
     return -torch.log(
         -torch.log(philox.uniform(philox.random_bits(seed, position, stream, vocab_size)))
     )
 
 
 def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor, Tensor, float]:
-    """How often each text of k + 1 tokens came out of real rounds, what the target gives it, and acceptance.
+    """Return how often real rounds generated each text of k + 1 tokens, its probability, and
+    acceptance.
 
-    Counts and probabilities [3 ** (k + 1)]; every slot has a seed of its own, and nothing is scripted. The
-    drafter's law is far from the target's, and the last number is the share of its drafts accepted.
+    Counts and probabilities [3 ** (k + 1)] are by the text's number. Every slot has a seed of its
+    own, and nothing is scripted. The drafter's distribution is far from the target's; acceptance is
+    the share of its drafts that were accepted.
     """
     params = SamplingParams(
         temperature=4.0, max_tokens=k + 1
@@ -209,7 +224,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     sampler.seed.copy_(7919 * torch.arange(slots) + 5)
 
     def zeros(k: int, *_: object) -> None:
-        """In place of a drafter, always the same token, of which nothing was drawn."""
+        """Draft token 0 always, without sampling, in place of a drafter."""
         state.draft.fill_(0)
         state.num_drafts.fill_(k)
 
@@ -217,7 +232,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     proposer: Any = (
         drafter(setting, 6 * replace(case, seed=77).table().float()) if drawn else certain
     )
-    setting.round = ruled(setting, proposer, rule)
+    setting.round = under_rule(setting, proposer, rule)
     tested = accepted = 0
     with (
         torch.inference_mode(),
@@ -226,15 +241,15 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
     ):
         proposer.draft(k, first_window(state), setting.views, setting.needs)
         while state.active.any():
-            live, _ = setting.launch(k, setting.needs, k)
-            told = setting.emitted[live]
-            tested = tested + int(told[:, 1].sum())
-            accepted = accepted + int(told[:, 2].sum())
+            was_active, _ = setting.launch(k, setting.needs, k)
+            emissions = setting.emitted[was_active]
+            tested = tested + int(emissions[:, 1].sum())
+            accepted = accepted + int(emissions[:, 2].sum())
     texts = state.tokens[:, len(PROMPT) : len(PROMPT) + k + 1]
-    number = (texts * VOCAB ** torch.arange(k + 1)).sum(-1)
-    wanted: defaultdict[Text, float] = defaultdict(float)
-    Law(table, params, k + 1).extend(wanted, (), 1.0)
+    text_numbers = (texts * VOCAB ** torch.arange(k + 1)).sum(-1)
+    text_masses: defaultdict[Text, float] = defaultdict(float)
+    TextDistribution(table, params, k + 1).extend(text_masses, (), 1.0)
     expected = torch.zeros(VOCAB ** (k + 1), dtype=torch.float64)
-    for text, mass in wanted.items():
+    for text, mass in text_masses.items():
         expected[sum(token * VOCAB**i for i, token in enumerate(text))] = mass
-    return torch.bincount(number, minlength=len(expected)), expected, accepted / tested
+    return torch.bincount(text_numbers, minlength=len(expected)), expected, accepted / tested

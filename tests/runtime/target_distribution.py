@@ -1,4 +1,4 @@
-"""A target of three tokens by table, its processed law in plain Python, and drafters of any law."""
+"""A target of three tokens given by a table, its processed distribution in plain Python, and drafters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Text = tuple[int, ...]
 
 
 def context_numbers(tokens: Tensor) -> Tensor:
-    """The number of each prefix of tokens [S, n], one to one; -1 from the first unwritten (-1) on."""
+    """Return a unique number for each prefix of tokens [S, n]; -1 from the first unwritten one (-1) on."""
     numbers = torch.full_like(tokens, -1)
     number = tokens.new_zeros(tokens.shape[0])
     written = torch.ones(tokens.shape[0], dtype=torch.bool)
@@ -33,16 +33,19 @@ def number_of(text: Sequence[int]) -> int:
 
 
 def target_table(depth: int, seed: int, masked: bool) -> Tensor:
-    """Float64 logits [contexts + 1, 3], some hidden if `masked`; the last row is unwritten contexts'."""
+    """Return float64 logits [contexts + 1, 3]; the last row is for unwritten contexts.
+
+    masked: whether some of them are -inf.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(
         ((VOCAB ** (depth + 1)) // 2 + 1, VOCAB), generator=generator, dtype=torch.float64
     )
     logits = (4 * weights - 2).clone()
     if masked:
-        kept = torch.randint(VOCAB, (len(logits), 1), generator=generator)
+        visible = torch.randint(VOCAB, (len(logits), 1), generator=generator)
         hidden = torch.rand(logits.shape, generator=generator) < 0.4
-        logits.masked_fill_(hidden.scatter(1, kept, False), float("-inf"))
+        logits.masked_fill_(hidden.scatter(1, visible, False), float("-inf"))
     logits[-1] = torch.tensor([0.1, 0.0, -0.1], dtype=torch.float64)
     return logits
 
@@ -50,7 +53,7 @@ def target_table(depth: int, seed: int, masked: bool) -> Tensor:
 def processed_by_definition(
     logits: Sequence[float], text: Text, params: SamplingParams
 ) -> list[float]:
-    """Probabilities of the next token after PROMPT + text, step by step as the documentation says."""
+    """Return the probabilities of the next token after PROMPT + text, step by step as documented."""
     scores = list(logits)
     for token, bias in params.logit_bias:
         scores[token] += bias
@@ -66,21 +69,21 @@ def processed_by_definition(
     scores = [x / params.temperature for x in scores]
     order = sorted(range(VOCAB), key=lambda v: (-scores[v], v))[: params.top_k or VOCAB]
     total = math.fsum(math.exp(scores[v]) for v in order)
-    kept = list[int]()
-    before = 0.0
+    retained = list[int]()
+    cumulative = 0.0
     for v in order:
         share = math.exp(scores[v]) / total
-        if not kept or (
-            before < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total
+        if not retained or (
+            cumulative < params.top_p and share >= params.min_p * math.exp(scores[order[0]]) / total
         ):
-            kept.append(v)
-        before += share
-    total = math.fsum(math.exp(scores[v]) for v in kept)
-    return [math.exp(x) / total if v in kept else 0.0 for v, x in enumerate(scores)]
+            retained.append(v)
+        cumulative += share
+    total = math.fsum(math.exp(scores[v]) for v in retained)
+    return [math.exp(x) / total if v in retained else 0.0 for v, x in enumerate(scores)]
 
 
-class Law:
-    """Masses of whole texts: those that ended, and those that reached the horizon."""
+class TextDistribution:
+    """The target's distribution of complete texts, which have ended or reached the horizon."""
 
     def __init__(self, table: Tensor, params: SamplingParams, horizon: int) -> None:
         self.rows = table.tolist()
@@ -91,17 +94,17 @@ class Law:
     def ends(self, text: Text) -> bool:
         return len(text) >= self.horizon or (bool(text) and text[-1] in self.params.stop_token_ids)
 
-    def extend(self, law: defaultdict[Text, float], text: Text, mass: float) -> None:
+    def extend(self, distribution: defaultdict[Text, float], text: Text, mass: float) -> None:
         """Add a text's mass, continued by the target until it ends."""
         if self.ends(text):
-            law[text] += mass
+            distribution[text] += mass
             return
         if text not in self.conditionals:
             row = self.rows[number_of(PROMPT + text)]
             self.conditionals[text] = processed_by_definition(row, text, self.params)
         for v, probability in enumerate(self.conditionals[text]):
             if probability:
-                self.extend(law, (*text, v), mass * probability)
+                self.extend(distribution, (*text, v), mass * probability)
 
 
 EQUAL = torch.eye(VOCAB, dtype=torch.float64)
@@ -114,7 +117,9 @@ def random_drafts(contexts: int) -> Tensor:
     return table / table.sum(-1, keepdim=True)
 
 
-DRAFT_LAWS: dict[str, Callable[[int], Tensor]] = {  # contexts -> [contexts, sampled, draft]
+DRAFT_DISTRIBUTIONS: dict[
+    str, Callable[[int], Tensor]
+] = {  # contexts -> [contexts, sampled, draft]
     "equal": lambda contexts: EQUAL.expand(contexts, -1, -1),
     "never": lambda contexts: NEVER.expand(contexts, -1, -1),
     "random": random_drafts,
