@@ -120,7 +120,10 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
 
 
 def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **options: Any) -> Engine:
-    """Return an engine of three slots with these draft lengths; slots with a grammar sit out rounds."""
+    """Return an engine of three slots with these draft lengths.
+
+    Slots with a grammar sit out rounds.
+    """
     limit = {} if pair.speculation_options["spec"].endswith("+ngram") else {"draft_max": 3}
     return pair.make_varying_engine(lengths, **{**limit, "slots": 3, "lag": lag, **options})
 

@@ -60,7 +60,10 @@ ASK = _overloads(
     *("argwhere", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
     "repeat_interleave",
 ) | {torch.ops.aten.where.default}
-"""Operations whose result, or its shape, the host reads. Compound ones are seen undivided in a round."""
+"""Operations whose result, or its shape, the host reads.
+
+Compound ones are seen undivided in a round.
+"""
 INDEX = _overloads("index", "index_put", "index_put_", "_index_put_impl_")
 
 
@@ -102,7 +105,10 @@ class HostWatch:
             patch.setattr(owner, name, self._refusing(owner, name))
 
     def refuse(self, operation: str) -> None:
-        """Fail with the caller's place while a round runs; calls of Triton's interpreter do not count."""
+        """Fail with the caller's place while a round runs.
+
+        Calls of Triton's interpreter do not count.
+        """
         if not self.running:
             return
         frame = sys._getframe(1)

@@ -158,7 +158,10 @@ class Enumeration:
     def __init__(
         self, case: Case, table: Tensor, script: Script | None = None, slots: int = 0
     ) -> None:
-        """slots: the number of slots without drafts that replace the cases; 0: a slot for each case."""
+        """slots: the number of slots without drafts that replace the cases.
+
+        0: a slot for each case.
+        """
         parts = (
             [torch.zeros(slots, 1, dtype=torch.long)]
             if slots

@@ -49,7 +49,10 @@ def first_window(state: RoundState) -> Any:
 
 @dataclass(frozen=True)
 class RuleCase(Case):
-    """A check of one rule. With `drawn` the draft model drafts; else drafts are scripted and certain."""
+    """A check of one rule. With `drawn` the draft model drafts.
+
+    Else drafts are scripted and certain.
+    """
 
     rule: str = "block"
     drawn: bool = True

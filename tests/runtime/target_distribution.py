@@ -17,7 +17,10 @@ Text = tuple[int, ...]
 
 
 def context_numbers(tokens: Tensor) -> Tensor:
-    """Return a unique number for each prefix of tokens [S, n]; -1 from the first unwritten one (-1) on."""
+    """Return a unique number for each prefix of tokens [S, n].
+
+    -1 from the first unwritten one (-1) on.
+    """
     numbers = torch.full_like(tokens, -1)
     number = tokens.new_zeros(tokens.shape[0])
     written = torch.ones(tokens.shape[0], dtype=torch.bool)

@@ -1,4 +1,7 @@
-"""The choice of the draft length: fixed if requested, else by acceptance and cost; and of lookup alone."""
+"""The choice of the draft length: fixed if requested, else by acceptance and cost.
+
+And of lookup alone.
+"""
 
 from __future__ import annotations
 

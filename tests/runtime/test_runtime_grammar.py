@@ -114,7 +114,10 @@ def test_texts_match(
     options: dict[str, Any],
     lags: tuple[int, ...],
 ) -> None:
-    """Texts equal plain decoding; under rules that test probabilities, those of each request alone."""
+    """Texts equal plain decoding.
+
+    Under rules that test probabilities, those of each request alone.
+    """
     batch = requests(temperature)
     tests_probability = "verify" in options
     model = tiny("qwen3", layers=1, seed=4) if tests_probability else target
@@ -135,7 +138,10 @@ def test_texts_match(
 
 
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
-    """At lag 2 a grammar slot sits out two of three rounds; the slot beside it takes part in all."""
+    """At lag 2 a grammar slot sits out two of three rounds.
+
+    The slot beside it takes part in all.
+    """
     engine = make_fast_engine(target, slots=2, lag=2)
     queue = engine.round_queue
     launch = engine.round_queue.launch
@@ -169,7 +175,10 @@ def mask_of(grammar: Any) -> torch.Tensor:
 def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
     compiler: GrammarCompiler, kind: str
 ) -> None:
-    """Row by row against a matcher that has accepted those tokens; the state is unchanged afterwards."""
+    """Row by row against a matcher that has accepted those tokens.
+
+    The state is unchanged afterwards.
+    """
     ends = {300, 301}
     source = random.Random(len(kind))
     legal_runs = 0
@@ -255,7 +264,10 @@ def test_a_grammar_begins_behind_the_end_of_thinking(target: Path) -> None:
 
 
 def test_an_end_before_the_grammar_s_is_said(target: Path) -> None:
-    """Ends by -n, a stop string and a stop id, but not of a complete text; and ends while thinking."""
+    """Ends by -n, a stop string and a stop id, but not of a complete text.
+
+    And ends while thinking.
+    """
     digits = tuple(range(48, 58))
     thinking_tokens, at, end = thinking(target)
     early = "the text ended before the regex was complete"

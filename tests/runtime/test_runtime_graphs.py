@@ -80,7 +80,10 @@ damped = DampedLayers(full_layers=1)
 
 
 def model_and_options(pairs: Pairs, method: str, k: int = 2) -> tuple[Path, dict[str, Any]]:
-    """Return a target, and options for k drafts of a method; `block`: a draft model under that rule."""
+    """Return a target, and options for k drafts of a method.
+
+    `block`: a draft model under that rule.
+    """
     pair = pairs.get(method.replace("block", "draft"))
     rule_options = {"verify": "block"} if method.startswith("block") else {}
     return pair.model, pair.speculation_options | rule_options | (
@@ -272,7 +275,10 @@ def test_in_the_form_that_is_captured(
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton's kernels in its interpreter equal torch's; the host's bounds stay those of the capture."""
+    """Triton's kernels in its interpreter equal torch's.
+
+    The host's bounds stay those of the capture.
+    """
     pytest.importorskip("triton")
     helpers.limit_programs(monkeypatch)
     shape: dict[str, Any] = {

@@ -184,25 +184,25 @@ CLOSED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"z": 1}],
     ),
 }
-"""A schema with values that it takes and others that it does not take."""
+"""A schema, values that its closed form accepts, and values that it rejects."""
 
 
 @pytest.mark.parametrize("case", CLOSED)
 def test_an_object_is_closed_over_what_its_schemas_list(case: str) -> None:
-    schema, values, others = CLOSED[case]
+    schema, values, rejected_values = CLOSED[case]
     for value in values:
         assert accepts(schema, json.dumps(value)), value
-    for value in others:
+    for value in rejected_values:
         assert not accepts(schema, json.dumps(value)), value
 
 
 def test_a_schema_with_inner_bases_is_left_as_it_is() -> None:
-    """There a reference means another place than its pointer says."""
+    """There a reference resolves to another place than its pointer says."""
     inner: JsonObject = {"$id": "http://example.com/a", **keys("a", type="object")}
     schema: JsonObject = {"type": "object", "properties": {"x": inner}}
     assert close_objects(schema).schema == schema
-    many = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
-    long: Any = {"$ref": "#/$defs/d0", "$defs": {**many, "d3000": keys("a", type="object")}}
+    references = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    long: Any = {"$ref": "#/$defs/d0", "$defs": {**references, "d3000": keys("a", type="object")}}
     assert close_objects(long).schema == long
 
 
@@ -242,7 +242,7 @@ ENDLESS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_schema_that_holds_nothing_but_itself_is_refused(case: str) -> None:
-    """At once and with the cycle's name; one that may be passed over is passed over."""
+    """At once, with the cycle's name; a lenient schema is ignored instead."""
     schema, cycle = ENDLESS[case]
     for kind in ("schema", "lark"):
         with pytest.raises(UsageError) as refused:
@@ -286,7 +286,7 @@ def test_a_part_that_no_value_fits_never_begins(schema: Any, value: str) -> None
 
 
 def test_no_key_begins_that_no_pattern_matches() -> None:
-    """A comma would lead to a key that cannot come."""
+    """A comma would lead to a key that no text can have."""
     never = {r"[^\s\S]": INTEGER}
     schema = keys("a", type="object", patternProperties=never, additionalProperties=False)
     assert accepts(schema, '{"a": 1}')
@@ -303,7 +303,7 @@ def test_a_grammar_in_which_no_text_begins_is_refused(text: str) -> None:
 
 
 def walk(grammar: Grammar, seed: int, tokens: int = 30) -> None:
-    """Take allowed tokens by chance; a place without one raises."""
+    """Accept random allowed tokens; fail where none is allowed."""
     import random
 
     import torch
@@ -365,7 +365,7 @@ def schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.recursive(LEAVES, schemas, max_leaves=6), LEAVES, st.integers(0, 9))
 def test_no_text_dies_in_the_middle(schema: Any, other: Any, seed: int) -> None:
-    """Whatever compiles: every place that a text can reach has a next token or is an end."""
+    """In every grammar that compiles, each reachable state has a next token or is an end."""
     combined = {"anyOf": [schema], "$defs": {"A": schema, "B": other}}
     try:
         grammar = compiled(combined)

@@ -45,7 +45,10 @@ def test_metrics_follow_their_definitions() -> None:
 
 
 def test_what_is_cut_away_was_matched_and_not_kept() -> None:
-    """A stop string in the second of four tokens; and a row without a finite number, which commits none."""
+    """A stop string in the second of four tokens.
+
+    And a row without a finite number, which commits none.
+    """
     letters = Detokenizer(lambda ids: bytes(97 + token for token in ids), ("b",), 0)
     request = Request("a", (1,), SamplingParams(stop=("b",)))
     sequence = replace(sequence_of("a", (1,), 40), request=request, detokenizer=letters)

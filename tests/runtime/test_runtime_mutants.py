@@ -137,7 +137,10 @@ def text_of_batch(models: Path) -> None:
 
 
 def text_beside_inactive_slots(models: Path) -> None:
-    """Assert a text next to ended requests, whose pages it takes; all slots are run, as on a GPU."""
+    """Assert a text next to ended requests, whose pages it takes.
+
+    All slots are run, as on a GPU.
+    """
     prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[2] * 54]
     params = [SamplingParams(max_tokens=6), SamplingParams(max_tokens=6), SAMPLED[0]]
     options: dict[str, Any] = {"slots": 2, "ctx": 1024, "prefix_sharing": False}

@@ -170,7 +170,10 @@ def positions_of(spans: Spans, chunk: int) -> list[Position]:
 
 
 def expand(runs: list[Run]) -> list[Position]:
-    """Return how each position is written by runs; assert that they are contiguous and tiles are merged."""
+    """Return how each position is written by runs.
+
+    Assert that they are contiguous and tiles are merged.
+    """
     written: list[Position] = []
     for i, run in enumerate(runs):
         assert run.start == len(written) < run.end

@@ -131,11 +131,11 @@ def test_a_window_equals_its_rows_one_by_one(
     processed = process(window, logits, draft, needs)
     drawn = draw(window, processed, positions, needs)
     together = sampler_of(slots)
-    alone = [sampler_of([one]) for one in slots]
+    alone = [sampler_of([request]) for request in slots]
     nothing = torch.zeros(len(slots), 0, dtype=torch.long)
     for row in range(logits.shape[1]):
-        one = process(together, logits[:, row : row + 1], nothing, needs)
-        assert torch.equal(one[:, 0], processed[:, row])
+        single_row = process(together, logits[:, row : row + 1], nothing, needs)
+        assert torch.equal(single_row[:, 0], processed[:, row])
         for s, sampler in enumerate(alone):
             own_needs = needs_of(slots[s : s + 1])
             single = process(sampler, logits[s : s + 1, row : row + 1], nothing[:1], own_needs)

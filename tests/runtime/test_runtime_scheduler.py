@@ -279,7 +279,10 @@ def going_on(name: str, previous: Sequence, message: tuple[int, ...]) -> Sequenc
 
 
 def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
-    """All but the reply's last token is cached; only one sequence takes the page that was not full."""
+    """All but the reply's last token is cached.
+
+    Only one sequence takes the page that was not full.
+    """
     scheduler = scheduler_of(3, 30)
     previous = ended(scheduler, tuple(range(9)), [5] * 6, "stop")
     turn = going_on("turn", previous, (7, 8, 9))
