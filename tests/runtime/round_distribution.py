@@ -86,7 +86,7 @@ class RememberingRunner:
         self.head = head
 
     def forward(
-        self, rows: Rows, page_table: Tensor, views: object, *, keeps: bool = True
+        self, rows: Rows, page_table: Tensor, views: object, *, prefix_committed: bool = True
     ) -> ModelOutput:
         assert ((rows.token_ids >= 0) & (rows.token_ids < VOCAB)).all(), (
             "an id beyond the vocabulary was fed"

@@ -33,7 +33,7 @@ class EngineInfo:
     """True if acceptance is synthetic, to measure speed."""
     kernels_reason: str
     plan: Mapping[str, Any]
-    """The whole plan as plain JSON values."""
+    """The full plan as plain JSON values."""
 
     @classmethod
     def from_plan(cls, plan: EnginePlan) -> EngineInfo:
@@ -79,7 +79,7 @@ class EngineClient(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended, or an event has not been taken."""
+        """True if a request has not ended, or an event has not been returned."""
 
     def add(self, request: Request) -> None:
         """Start a request. Raises UsageError and IncompatibleError where it is refused."""

@@ -194,7 +194,7 @@ class EngineThread(Generic[E]):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            gc.collect()  # another engine may want the memory
+            gc.collect()  # another engine may need the memory
 
     def _run(self, engine: E) -> None:
         """Run commands and steps until the thread has to end."""

@@ -448,7 +448,7 @@ class Engine(EngineClient):
             now=now,
             scores=result.logprobs,
         )
-        # A request's first round could not have held drafts.
+        # A request's first round cannot have had drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
             acceptance = sequence.acceptance
             self.draft_length.observe(

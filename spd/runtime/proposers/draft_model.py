@@ -31,5 +31,10 @@ class DraftModelProposer(ModelProposer):
     def _run(
         self, module: int, rows: Rows, views: Sequence[SlotView], previous: Tensor | None = None
     ) -> Tensor:
-        keeps = previous is None  # tokens after the model's own draft may be rejected
-        return self.runners[module].forward(rows, self.state.page_table, views, keeps=keeps).hidden
+        output = self.runners[module].forward(
+            rows,
+            self.state.page_table,
+            views,
+            prefix_committed=previous is None,  # tokens after the model's own draft may be rejected
+        )
+        return output.hidden

@@ -153,13 +153,13 @@ class ModelRunner:
         views: Sequence[SlotView],
         states: HeadStates | None = None,
         *,
-        keeps: bool = True,
+        prefix_committed: bool = True,
     ) -> ModelOutput:
         """Return the hidden states [S, Q, hidden] of windows, and write the KV of their valid rows.
 
         views: one for each slot. states: target states of the S slots, for models that read some.
-        keeps: True if all tokens before the rows are committed, so that recurrent layers may store
-        their states. In torch's form the states of slots without rows are zeros.
+        prefix_committed: True if all tokens before the rows are committed, so that recurrent layers
+        may store their states. In torch's form the states of slots without rows are zeros.
         """
         slot_rows = SlotRows(rows, page_table, views, states)
         occupied = self._occupied_slots(views)
@@ -170,7 +170,9 @@ class ModelRunner:
             slots = occupied
             if slots is None:
                 slots = torch.arange(num_slots, device=self.device)
-            slot_rows = slot_rows.with_segments(slots, self.cache.applied, keeps=keeps)
+            slot_rows = slot_rows.with_segments(
+                slots, self.cache.applied, prefix_committed=prefix_committed
+            )
         output = self._run(self._batch(slot_rows)).map(
             lambda tensor: tensor[: num_slots * width].view(num_slots, width, -1)
         )

@@ -79,11 +79,11 @@ class SlotRows(NamedTuple):
         views = [view for view in self.views if view.bound]
         return SlotRows(rows, self.page_table.index_select(0, slots), views, states)
 
-    def with_segments(self, slots: Tensor, applied: Tensor, *, keeps: bool) -> SlotRows:
+    def with_segments(self, slots: Tensor, applied: Tensor, *, prefix_committed: bool) -> SlotRows:
         """Return the rows with segments of the valid ones, which are adjacent in each window.
 
-        slots: int64 [S]. keeps: True if all tokens before the rows are committed, so that states
-        may be stored as of there.
+        slots: int64 [S]. prefix_committed: True if all tokens before the rows are committed, so
+        that states may be stored as of there.
         """
         valid = self.rows.valid.long()
         positions = self.rows.positions
@@ -91,7 +91,7 @@ class SlotRows(NamedTuple):
         count = valid.sum(1)
         start = positions.gather(1, first[:, None])[:, 0]
         row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
-        keep = start if keeps else applied[slots]
+        keep = start if prefix_committed else applied[slots]
         return self._replace(
             segments=Segments(torch.stack((slots, row, count, start, keep)), applied)
         )
