@@ -1,4 +1,4 @@
-"""Model folders: single files, shards and their index, reading, and the comparison with a model's needs."""
+"""Model folders: single files, shards and their index, reading, and the check of a model's tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.formats.formats_helpers import (
 from tests.recipes.mtp_folders import Entry, write_hollow
 
 INDEX = "model.safetensors.index.json"
-ONE = "model-00001-of-00002.safetensors"
-TWO = "model-00002-of-00002.safetensors"
+FIRST_SHARD = "model-00001-of-00002.safetensors"
+SECOND_SHARD = "model-00002-of-00002.safetensors"
 
 
-def test_a_single_file(tmp_path: Path) -> None:
+def test_a_single_file_is_read(tmp_path: Path) -> None:
     write_shard(tmp_path / "model.safetensors", {"a": [2, 3], "b": [4]})
     with Checkpoint.open(tmp_path) as checkpoint:
         assert set(checkpoint.tensors) == {"a", "b"} and checkpoint.total_bytes == 40
@@ -46,22 +46,22 @@ def test_a_single_file(tmp_path: Path) -> None:
     assert tensor.numpy().tobytes() == b"\2" * 16  # outlives its checkpoint
 
 
-def test_shards(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1], "c": [3]}})
+def test_shards_of_an_index_are_read(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {FIRST_SHARD: {"a": [2]}, SECOND_SHARD: {"b": [1], "c": [3]}})
     with Checkpoint.open(tmp_path) as checkpoint:
-        assert [path.name for path in checkpoint.shards] == [ONE, TWO]
-        assert checkpoint.tensors["c"].shard.name == TWO and checkpoint.notes == ()
+        assert [path.name for path in checkpoint.shards] == [FIRST_SHARD, SECOND_SHARD]
+        assert checkpoint.tensors["c"].shard.name == SECOND_SHARD and checkpoint.notes == ()
         assert checkpoint.read("c").numpy().tobytes() == b"\2" * 12
         assert checkpoint.read("a").numpy().tobytes() == b"\1" * 8
 
 
 def test_a_single_file_wins_over_an_index(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1]}})
+    write_sharded(tmp_path, {FIRST_SHARD: {"a": [2]}, SECOND_SHARD: {"b": [1]}})
     write_shard(tmp_path / "model.safetensors", {"z": [1]})
     assert set(Checkpoint.open(tmp_path).tensors) == {"z"}
 
 
-def test_bfloat16_and_zero_sized_tensors(tmp_path: Path) -> None:
+def test_bfloat16_and_zero_sized_tensors_are_read(tmp_path: Path) -> None:
     header = {"w": header_entry([2], 0, 4, "BF16"), "z": header_entry([2, 0], 4, 4, "F16")}
     (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, b"\x80\x3f\x00\x40"))
     with Checkpoint.open(tmp_path) as checkpoint:
@@ -69,7 +69,7 @@ def test_bfloat16_and_zero_sized_tensors(tmp_path: Path) -> None:
         assert tuple(checkpoint.read("z").shape) == (2, 0)
 
 
-def names_shard(name: object) -> dict[str, bytes]:
+def index_of_shard(name: object) -> dict[str, bytes]:
     return {INDEX: json.dumps({"weight_map": {"a": name}}).encode()}
 
 
@@ -82,13 +82,13 @@ FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
     ({"model.safetensors": shard_bytes({})}, ("model.safetensors: ", "no tensors")),
     *(
         (
-            names_shard(f"model{suffix}"),
+            index_of_shard(f"model{suffix}"),
             (INDEX, f"model{suffix}", "pickle formats are not supported"),
         )
         for suffix in (".bin", ".pt", ".pth", ".ckpt", ".PKL")
     ),
     *(
-        (names_shard(name), (INDEX, "weight_map", "is not the plain name"))
+        (index_of_shard(name), (INDEX, "weight_map", "is not the plain name"))
         for name in (
             "../a.safetensors",
             "/etc/a.safetensors",
@@ -110,7 +110,7 @@ FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
             "a\u202e.safetensors",
         )
     ),
-    (names_shard(1), (INDEX, "weight_map", "'a'", "string")),
+    (index_of_shard(1), (INDEX, "weight_map", "'a'", "string")),
     ({INDEX: b"[]"}, (INDEX, "not a JSON object")),
     ({INDEX: b"{"}, (INDEX, "not JSON")),
     *(({INDEX: content}, (INDEX, "weight_map")) for content in (b"{}", b'{"weight_map": {}}')),
@@ -119,9 +119,9 @@ FOLDERS: list[tuple[dict[str, bytes], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("files", "words"), FOLDERS)
-def test_folders_that_are_refused(
-    tmp_path: Path, files: dict[str, bytes], words: tuple[str, ...]
+@pytest.mark.parametrize(("files", "fragments"), FOLDERS)
+def test_wrong_folders_are_refused_by_name(
+    tmp_path: Path, files: dict[str, bytes], fragments: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -129,19 +129,19 @@ def test_folders_that_are_refused(
         write_shard(path, {"a": [1]})
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    with refused(CheckpointError, str(folder), *words):
+    with refused(CheckpointError, str(folder), *fragments):
         Checkpoint.open(folder)
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for name, words in (("nowhere", "No such file"), ("file", "Not a directory")):
-        with refused(CheckpointError, name, words):
+    for name, reason in (("nowhere", "No such file"), ("file", "Not a directory")):
+        with refused(CheckpointError, name, reason):
             Checkpoint.open(tmp_path / name)
 
 
 def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
-    """Beside a module in the way, without NumPy, for tied tensors, and for pickles in several files."""
+    """Also next to a `json.py`, without NumPy, for tied tensors, and for pickles in several files."""
     folder = tmp_path / "a $model"
     folder.mkdir()
     tied = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
@@ -157,10 +157,10 @@ def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
         Checkpoint.open(folder)
     command = shlex.split(caught.value.fix[0])
     (tmp_path / "json.py").write_text("raise SystemExit(9)")
-    without = f"import runpy, sys; sys.modules['numpy'] = None; sys.argv = {command[3:]}; "
-    without += f"runpy.run_module({command[3]!r}, run_name='__main__')"
+    without_numpy = f"import runpy, sys; sys.modules['numpy'] = None; sys.argv = {command[3:]}; "
+    without_numpy += f"runpy.run_module({command[3]!r}, run_name='__main__')"
     assert command[:4] == [sys.executable, "-I", "-m", "spd.cli.unpickle"]
-    subprocess.run([*command[:2], "-c", without], check=True, cwd=tmp_path, stderr=-3)
+    subprocess.run([*command[:2], "-c", without_numpy], check=True, cwd=tmp_path, stderr=-3)
     with Checkpoint.open(folder) as checkpoint:
         assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
     assert len(list(folder.iterdir())) == 5
@@ -185,32 +185,36 @@ def test_absent_shards_are_all_named(tmp_path: Path) -> None:
 
 
 def test_the_index_decides_where_two_shards_hold_a_tensor(tmp_path: Path) -> None:
-    weight_map = write_sharded(tmp_path, {ONE: {"a": [2], "c": [1]}, TWO: {"b": [1], "a": [2]}})
-    for owner, other in ((ONE, TWO), (TWO, ONE)):
+    weight_map = write_sharded(
+        tmp_path, {FIRST_SHARD: {"a": [2], "c": [1]}, SECOND_SHARD: {"b": [1], "a": [2]}}
+    )
+    for owner, other in ((FIRST_SHARD, SECOND_SHARD), (SECOND_SHARD, FIRST_SHARD)):
         write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": owner}})
         checkpoint = Checkpoint.open(tmp_path)
         assert checkpoint.tensors["a"].shard.name == owner
         assert checkpoint.notes == (f"not used: 'a' in {other}: the index says {owner}",)
     del weight_map["a"]
     write_json(tmp_path, INDEX, {"weight_map": weight_map})
-    with refused(CheckpointError, "'a'", ONE, TWO):
+    with refused(CheckpointError, "'a'", FIRST_SHARD, SECOND_SHARD):
         Checkpoint.open(tmp_path)
 
 
-def test_files_beside_the_index_are_read_for_wanted_tensors_alone(tmp_path: Path) -> None:
-    weight_map = write_sharded(tmp_path, {ONE: {"a": [2]}})
-    write_sharded(tmp_path, {"more.safetensors": {"mtp.x": [2]}, TWO: {"mtp.y": [2], "b": [2]}})
+def test_files_outside_the_index_are_read_for_extra_tensors_alone(tmp_path: Path) -> None:
+    weight_map = write_sharded(tmp_path, {FIRST_SHARD: {"a": [2]}})
+    write_sharded(
+        tmp_path, {"more.safetensors": {"mtp.x": [2]}, SECOND_SHARD: {"mtp.y": [2], "b": [2]}}
+    )
     write_json(tmp_path, INDEX, {"weight_map": weight_map})
-    wanted = lambda name: name.startswith("mtp.")  # noqa: E731
+    is_mtp = lambda name: name.startswith("mtp.")  # noqa: E731
     assert [*Checkpoint.open(tmp_path).tensors] == ["a"]
-    checkpoint = Checkpoint.open(tmp_path, is_extra=wanted)
+    checkpoint = Checkpoint.open(tmp_path, is_extra=is_mtp)
     assert sorted(checkpoint.tensors) == ["a", "mtp.x"]
     assert checkpoint.notes == (
-        f"not in the index, ignored: {TWO!a}",
+        f"not in the index, ignored: {SECOND_SHARD!a}",
         "not in the index, read for its MTP layers: 'more.safetensors'",
     )
-    (tmp_path / ONE).rename(tmp_path / "model.safetensors")
-    assert sorted(Checkpoint.open(tmp_path, is_extra=wanted).tensors) == ["a", "mtp.x"]
+    (tmp_path / FIRST_SHARD).rename(tmp_path / "model.safetensors")
+    assert sorted(Checkpoint.open(tmp_path, is_extra=is_mtp).tensors) == ["a", "mtp.x"]
 
 
 def test_links_to_one_header_end_at_the_second(
@@ -221,36 +225,44 @@ def test_links_to_one_header_end_at_the_second(
     write_json(
         tmp_path, INDEX, {"weight_map": {f"tensor{i}": name for i, name in enumerate(names)}}
     )
-    read: list[Path] = []
+    read_paths: list[Path] = []
 
     def counted(path: Path) -> Any:
-        read.append(path)
+        read_paths.append(path)
         return read_shard_header(path)
 
     monkeypatch.setattr(module, "read_shard_header", counted)
     with refused(CheckpointError, "tensor 'same': is in 0.safetensors too"):
         Checkpoint.open(tmp_path)
-    assert len(read) == 2
+    assert len(read_paths) == 2
 
 
-def test_an_index_says_which_files_to_read_not_what_they_hold(tmp_path: Path) -> None:
-    weight_map = write_sharded(tmp_path, {ONE: {"a": [2]}, TWO: {"b": [1], "c": [1]}})
+def test_an_index_names_files_to_read_and_not_their_tensors(tmp_path: Path) -> None:
+    weight_map = write_sharded(
+        tmp_path, {FIRST_SHARD: {"a": [2]}, SECOND_SHARD: {"b": [1], "c": [1]}}
+    )
     del weight_map["c"]
-    write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": TWO, "d": ONE}})
+    write_json(tmp_path, INDEX, {"weight_map": {**weight_map, "a": SECOND_SHARD, "d": FIRST_SHARD}})
     checkpoint = Checkpoint.open(tmp_path)
-    assert [checkpoint.tensors[name].shard.name for name in "abc"] == [ONE, TWO, TWO]
+    assert [checkpoint.tensors[name].shard.name for name in "abc"] == [
+        FIRST_SHARD,
+        SECOND_SHARD,
+        SECOND_SHARD,
+    ]
     assert len(checkpoint.tensors) == 3
 
 
-def test_files_beside_the_index_are_noted(tmp_path: Path) -> None:
-    write_sharded(tmp_path, {ONE: {"a": [2]}, "model-00002-of-00003.safetensors": {"b": [1]}})
+def test_files_outside_the_index_are_noted(tmp_path: Path) -> None:
+    write_sharded(
+        tmp_path, {FIRST_SHARD: {"a": [2]}, "model-00002-of-00003.safetensors": {"b": [1]}}
+    )
     (tmp_path / "extra.safetensors").write_bytes(b"damaged, but not read")
     checkpoint = Checkpoint.open(tmp_path)
     assert set(checkpoint.tensors) == {"a", "b"}
     assert len(checkpoint.notes) == 1 and "extra.safetensors" in checkpoint.notes[0]
 
 
-def test_a_file_truncated_or_replaced_while_in_use(tmp_path: Path) -> None:
+def test_a_file_truncated_or_replaced_while_in_use_is_refused(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "model.safetensors", {"a": [1000], "b": [1000]})
     with Checkpoint.open(tmp_path) as checkpoint:
         checkpoint.read("a")
@@ -281,7 +293,7 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
     header["rotary_emb.inv_freq"] = header_entry([1], 48, 52)
     (tmp_path / "model.safetensors").write_bytes(shard_bytes(header, bytes(52)))
     checkpoint = Checkpoint.open(tmp_path)
-    needed = {
+    expected = {
         "ok": (2,),
         "transposed": (2, 3),
         "complex": (1,),
@@ -292,7 +304,7 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
     with refused(
         CheckpointError, "1 missing", "2 of another shape", "2 of an unsupported dtype"
     ) as caught:
-        check_tensors(checkpoint, needed)
+        check_tensors(checkpoint, expected)
     lines = "\n".join(caught.value.reason)
     assert len(caught.value.reason) == 5
     assert "'transposed' in model.safetensors: shape is [3, 2], expected [2, 3]" in lines

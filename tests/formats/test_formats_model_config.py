@@ -1,4 +1,4 @@
-"""config.json and generation_config.json: what is read; every absurd value is refused by file and field."""
+"""config.json and generation_config.json: values are read, wrong ones are refused by field."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from tests.helpers import read_model_config
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
-Saved = Callable[[str], dict[str, Any]]
+SavedConfigs = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Configurations of tiny checkpoints, each of which equals `transformers` in `test_runtime_golden`."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedConfigs:
+    """Return configurations of tiny checkpoints by name.
+
+    Each checkpoint is equal to `transformers` in `test_runtime_golden`.
+    """
 
     @cache
     def get(name: str) -> dict[str, Any]:
@@ -37,7 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return get
 
 
-def read(folder: Path, config: object) -> ModelConfig:
+def read_config(folder: Path, config: object) -> ModelConfig:
     write_json(folder, "config.json", config)
     return read_model_config(folder)
 
@@ -88,7 +91,7 @@ def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
         "auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"},
         "bos_token_id": None,
     }
-    config = read(tmp_path, published)
+    config = read_config(tmp_path, published)
     assert (config.head_dim, config.num_kv_heads, config.attention_bias) == (32, 1, True)
     assert (config.tie_embeddings, config.eos_token_ids, config.bos_token_id) == (
         True,
@@ -100,18 +103,23 @@ def test_qwen3_as_published_is_read(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
     keys = {"num_key_value_heads", "rope_theta", "torch_dtype"}
-    config = read(tmp_path, without(LLAMA, *keys, "eos_token_id", "bos_token_id", "model_type"))
+    config = read_config(
+        tmp_path, without(LLAMA, *keys, "eos_token_id", "bos_token_id", "model_type")
+    )
     assert (config.num_kv_heads, config.rope) == (4, RopeConfig("default", 1e4))
     assert (config.dtype, config.eos_token_ids) == ("float32", ())
 
 
-def test_biases_and_alternative_spellings(tmp_path: Path) -> None:
-    config = read(
+def test_biases_and_alternative_spellings_are_read(tmp_path: Path) -> None:
+    config = read_config(
         tmp_path, {**LLAMA, "mlp_bias": True, "attention_bias": True, "hidden_act": "swish"}
     )
     assert (config.mlp_bias, config.attention_bias) == (True, True)
-    assert read(tmp_path, {**LLAMA, "torch_dtype": "torch.float16"}).dtype == "float16"
-    assert read(tmp_path, {**without(LLAMA, "torch_dtype"), "dtype": "float32"}).dtype == "float32"
+    assert read_config(tmp_path, {**LLAMA, "torch_dtype": "torch.float16"}).dtype == "float16"
+    assert (
+        read_config(tmp_path, {**without(LLAMA, "torch_dtype"), "dtype": "float32"}).dtype
+        == "float32"
+    )
 
 
 LLAMA3 = {
@@ -121,9 +129,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-YARN_OWN: dict = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.2, "truncate": False}
-YARN_OWN |= {"mscale": 1.0, "mscale_all_dim": 0.5}
-YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, **YARN_OWN}
+YARN_VALUES: dict = {
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "attention_factor": 1.2,
+    "truncate": False,
+}
+YARN_VALUES |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 128, **YARN_VALUES}
 ROPES = [
     ({"rope_type": "default"}, RopeConfig("default", 5e5)),
     ({}, RopeConfig("default", 5e5)),
@@ -131,34 +144,36 @@ ROPES = [
     ({"rope_type": "linear", "type": "linear", "factor": 2.5}, RopeConfig("linear", 5e5, 2.5)),
     (LLAMA3, RopeConfig("llama3", 5e5, 32.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)),
     ({"rope_type": "yarn", "factor": 4.0}, RopeConfig("yarn", 5e5, 4.0, 512)),
-    (YARN, RopeConfig("yarn", 5e5, 4.0, 128, **YARN_OWN)),
+    (YARN, RopeConfig("yarn", 5e5, 4.0, 128, **YARN_VALUES)),
 ]
 
 
 @pytest.mark.parametrize(("scaling", "expected"), ROPES)
-def test_rope_in_both_spellings(tmp_path: Path, scaling: dict, expected: RopeConfig) -> None:
-    assert read(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope == expected
+def test_rope_is_read_in_both_spellings(
+    tmp_path: Path, scaling: dict, expected: RopeConfig
+) -> None:
+    assert read_config(tmp_path, {**LLAMA, "rope_scaling": scaling}).rope == expected
     new = without(LLAMA, "rope_theta")
     if scaling:
         assert (
-            read(tmp_path, {**new, "rope_parameters": {**scaling, "rope_theta": 5e5}}).rope
+            read_config(tmp_path, {**new, "rope_parameters": {**scaling, "rope_theta": 5e5}}).rope
             == expected
         )
         both = {"rope_parameters": {**scaling, "rope_theta": 5e5}, "rope_scaling": scaling}
-        assert read(tmp_path, {**LLAMA, **both}).rope == expected
+        assert read_config(tmp_path, {**LLAMA, **both}).rope == expected
 
 
-def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> None:
+def test_unknown_quantization_and_architectures_are_named(tmp_path: Path) -> None:
     with refused(CheckpointError, "quantization_config", "'exl3'"):
-        read(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
+        read_config(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
     with refused(CheckpointError, "'GPT2LMHeadModel'") as caught:
-        read(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
+        read_config(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
     assert caught.value.reason == (
         "nearest supported: LlamaForCausalLM; missing: blocks of its own",
     )
     seeing = {"architectures": ["XForConditionalGeneration"], "vision_config": {"depth": 1}}
     with refused(CheckpointError, "'XForConditionalGeneration' is not supported") as caught:
-        read(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "qwen3"}})
+        read_config(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "qwen3"}})
     assert caught.value.reason == (
         "nearest supported: Qwen3ForCausalLM; missing: images and sound",
         "its text alone can be read: a copy of it saved as Qwen3ForCausalLM opens",
@@ -167,7 +182,9 @@ def test_quantization_and_architecture_name_what_they_found(tmp_path: Path) -> N
     with refused(
         CheckpointError, "'Qwen3VLMoeForConditionalGeneration' is not supported"
     ) as caught:
-        read(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "x", "num_experts": 8}})
+        read_config(
+            tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "x", "num_experts": 8}}
+        )
     assert caught.value.reason == (
         "nearest supported: Qwen3MoeForCausalLM; missing: images and sound, its experts",
         "its text alone cannot be read either",
@@ -199,16 +216,17 @@ GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3
         (GEMMA3, {"sliding_window": 512, "layer_types": ["full_attention"] * 2}, 2, ()),
     ],
 )
-def test_which_layers_slide(
+def test_sliding_windows_are_read(
     tmp_path: Path, base: dict, change: dict, layers: int, expected: tuple
 ) -> None:
     assert (
-        read(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding_windows == expected
+        read_config(tmp_path, {**base, "num_hidden_layers": layers, **change}).sliding_windows
+        == expected
     )
 
 
 PATTERN = {"hybrid_override_pattern": None, "num_hidden_layers": None}
-OLDER = {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}
+OLDER_KINDS = {"layers_block_type": ["mamba", "attention", "mlp", "moe"]}
 SPELLINGS = [
     ("glm4_moe", {"partial_rotary_factor": None}),
     (
@@ -222,26 +240,26 @@ SPELLINGS = [
         {"layer_types": None, "layers_block_type": ["mamba", "attention", "mamba", "mamba"]},
     ),
     ("granite_hybrid_moe", {"mamba_d_head": "auto"}),
-    ("nemotron_h_moe", {**PATTERN, **OLDER}),
+    ("nemotron_h_moe", {**PATTERN, **OLDER_KINDS}),
     ("nemotron_h_moe", {"time_step_limit": [0.0, float("inf")]}),  # json writes it as Infinity
 ]
 
 
 @pytest.mark.parametrize(("name", "change"), SPELLINGS)
 def test_other_spellings_say_the_same(
-    saved: Saved, tmp_path: Path, name: str, change: dict
+    saved: SavedConfigs, tmp_path: Path, name: str, change: dict
 ) -> None:
-    assert read(tmp_path, {**saved(name), **change}) == read(tmp_path, saved(name))
+    assert read_config(tmp_path, {**saved(name), **change}) == read_config(tmp_path, saved(name))
 
 
-def each(base: Any, **fields: tuple) -> list[tuple[Any, dict, tuple[str, ...]]]:
-    """Rows of values that are refused with the name of their field."""
+def refused_values(base: Any, **fields: tuple) -> list[tuple[Any, dict, tuple[str, ...]]]:
+    """Return rows of values that are refused with the name of their field."""
     return [
         (base, {field: value}, (field,)) for field, values in fields.items() for value in values
     ]
 
 
-NEEDED = (
+REQUIRED_KEYS = (
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -253,36 +271,46 @@ NEEDED = (
 LINEAR = {"type": "linear", "factor": 2}
 SPARSE_NAMES = ["full_attention", "sliding_attention"]
 REFUSED = [
-    *each(LLAMA, **dict.fromkeys(NEEDED, (None,))),
-    *each(
+    *refused_values(LLAMA, **dict.fromkeys(REQUIRED_KEYS, (None,))),
+    *refused_values(
         LLAMA,
         num_hidden_layers=(10**9, 0, -1, 2.0, "2", True, [2], 10**400),
         intermediate_size=(-5,),
     ),
-    *each(LLAMA, hidden_size=(-1, 0, 64.0, 2**40), num_attention_heads=(0, 5, -4, 10**6)),
-    *each(
+    *refused_values(LLAMA, hidden_size=(-1, 0, 64.0, 2**40), num_attention_heads=(0, 5, -4, 10**6)),
+    *refused_values(
         LLAMA,
         num_key_value_heads=(0, 3, 8),
         head_dim=(0, 15, 16.0, 10**6),
         vocab_size=(0, 2**31, 300.0),
     ),
-    *each(
+    *refused_values(
         LLAMA,
         max_position_embeddings=(0, 10**12, 4096.0),
         rms_norm_eps=(0, -1e-6, 1.5, "1e-6", True),
     ),
-    *each(LLAMA, tie_word_embeddings=(1, "true"), attention_bias=(0, "no"), mlp_bias=("yes",)),
-    *each(LLAMA, hidden_act=("gelu", "gelu_pytorch_tanh", 3), rope_theta=(0.5, 1e300, "1e6")),
-    *each(LLAMA, torch_dtype=("float8_e4m3fn", "float64", "auto", 16), model_type=("mistral",)),
-    *each(LLAMA, architectures=(["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
-    *each(LLAMA, architectures=(["LlamaForCausalLM", "Qwen3ForCausalLM"],), sliding_window=(128,)),
-    *each(LLAMA, quantization_config=({"quant_method": "fp8"},), compression_config=({"x": 1},)),
-    *each(
+    *refused_values(
+        LLAMA, tie_word_embeddings=(1, "true"), attention_bias=(0, "no"), mlp_bias=("yes",)
+    ),
+    *refused_values(
+        LLAMA, hidden_act=("gelu", "gelu_pytorch_tanh", 3), rope_theta=(0.5, 1e300, "1e6")
+    ),
+    *refused_values(
+        LLAMA, torch_dtype=("float8_e4m3fn", "float64", "auto", 16), model_type=("mistral",)
+    ),
+    *refused_values(LLAMA, architectures=(["GPT2LMHeadModel"], [], None, "LlamaForCausalLM", [3])),
+    *refused_values(
+        LLAMA, architectures=(["LlamaForCausalLM", "Qwen3ForCausalLM"],), sliding_window=(128,)
+    ),
+    *refused_values(
+        LLAMA, quantization_config=({"quant_method": "fp8"},), compression_config=({"x": 1},)
+    ),
+    *refused_values(
         LLAMA,
         partial_rotary_factor=(0.5,),
         layer_types=(SPARSE_NAMES, ["full_attention"], {"a": 1}),
     ),
-    *each(LLAMA, eos_token_id=(-1, 2.0, [[2]], "2", [0] * 2000), bos_token_id=(-1, 1.0)),
+    *refused_values(LLAMA, eos_token_id=(-1, 2.0, [[2]], "2", [0] * 2000), bos_token_id=(-1, 1.0)),
     *(
         (LLAMA, {"rope_scaling": scaling}, words)
         for scaling, words in (
@@ -334,24 +362,30 @@ REFUSED = [
         ("rope_parameters", "full_"),
     ),
     (MISTRAL, {"rope_scaling": {"type": "dynamic", "alpha": 1e3}}, ("rope_scaling", "alpha")),
-    *each(GEMMA3, sliding_window_pattern=(0,), use_bidirectional_attention=(True,)),
+    *refused_values(GEMMA3, sliding_window_pattern=(0,), use_bidirectional_attention=(True,)),
     (GEMMA3, {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, ("rope_type", "ntk")),
-    *each(GEMMA2, attn_logit_softcapping=(0,)),
+    *refused_values(GEMMA2, attn_logit_softcapping=(0,)),
     (GEMMA2, {"hidden_activation": "gelu"}, ("hidden_activation", "gelu_pytorch_tanh")),
-    *each("deepseek_v3", scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)),
-    *each(
+    *refused_values(
+        "deepseek_v3", scoring_func=("softmax",), topk_method=("greedy",), topk_group=(9,)
+    ),
+    *refused_values(
         "deepseek_v3", num_experts_per_tok=(257, None), n_routed_experts=(10**6,), kv_lora_rank=(0,)
     ),
-    *each("deepseek_v3", q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)),
-    *each("deepseek_v3", attention_bias=(True,)),
+    *refused_values(
+        "deepseek_v3", q_lora_rank=(-1,), v_head_dim=("128",), compression_config=({},)
+    ),
+    *refused_values("deepseek_v3", attention_bias=(True,)),
     ("deepseek_v3", {"n_group": 7}, ("n_group: 7 does not divide 8",)),
     ("deepseek_v3", {"n_group": 8, "topk_group": 8}, ("hold 1 each",)),
     ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, ("1 groups hold fewer than 3",)),
     ("deepseek_v3", {"qk_rope_head_dim": 63}, ("odd",)),
-    *each("deepseek_v3", architectures=(["DeepseekV32ForCausalLM"], ["GlmMoeDsaForCausalLM"])),
-    *each("deepseek_v2_lite", norm_topk_prob=(True,), topk_method=("noaux_tc",)),
-    *each("glm4_moe", partial_rotary_factor=(0.01, 1.5)),
-    *each(
+    *refused_values(
+        "deepseek_v3", architectures=(["DeepseekV32ForCausalLM"], ["GlmMoeDsaForCausalLM"])
+    ),
+    *refused_values("deepseek_v2_lite", norm_topk_prob=(True,), topk_method=("noaux_tc",)),
+    *refused_values("glm4_moe", partial_rotary_factor=(0.01, 1.5)),
+    *refused_values(
         "glm4_moe_lite",
         mlp_layer_types=(["moe"] * 3,),
         partial_rotary_factor=(0.5,),
@@ -363,21 +397,21 @@ REFUSED = [
         ("mlp_layer_types: is not a list of 3 names",),
     ),
     ("qwen3_moe", {"num_experts": None}, ("num_experts: is missing",)),
-    *each(
+    *refused_values(
         "lfm2",
         full_attn_idxs=([2, 16],),
         block_ff_dim=(0,),
         block_multiple_of=(0,),
         conv_L_cache=(1,),
     ),
-    *each("lfm2", conv_bias=(True,)),
+    *refused_values("lfm2", conv_bias=(True,)),
     ("lfm2", {"full_attn_idxs": []}, ("full_attn_idxs: no layer is full_attention",)),
     ("lfm2", {"full_attn_idxs": None}, ("layer_types: is missing",)),
     ("lfm2", {"layer_types": ["conv"] * 15}, ("layer_types: is not a list of 4 names",)),
     ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, ("layer_types: 'mamba' is not supported",)),
-    *each("lfm2_moe", use_expert_bias=(False,)),
-    *each("nemotron_h_moe", mlp_hidden_act=("silu",), moe_latent_size=(0,)),
-    *each(
+    *refused_values("lfm2_moe", use_expert_bias=(False,)),
+    *refused_values("nemotron_h_moe", mlp_hidden_act=("silu",), moe_latent_size=(0,)),
+    *refused_values(
         "nemotron_h_moe",
         use_bias=(True,),
         time_step_limit=([0.001, 0.1],),
@@ -396,13 +430,13 @@ REFUSED = [
             ("ME-E", "is full_attention"),
         )
     ),
-    *each(
+    *refused_values(
         "granite_hybrid",
         mamba_proj_bias=(True,),
         mamba_d_state=(512,),
         time_step_limit=([0.001, 0.1],),
     ),
-    *each("granite_hybrid", position_embedding_type=("alibi",)),
+    *refused_values("granite_hybrid", position_embedding_type=("alibi",)),
     ("granite_hybrid", {"mamba_n_groups": 5}, ("mamba_n_groups: 5 does not divide 8 heads",)),
     (
         "granite_hybrid",
@@ -418,14 +452,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("base", "change", "words"), REFUSED)
-def test_what_is_refused(
-    tmp_path: Path, saved: Saved, base: Any, change: dict, words: tuple
+@pytest.mark.parametrize(("base", "change", "fragments"), REFUSED)
+def test_wrong_values_are_refused_by_key(
+    tmp_path: Path, saved: SavedConfigs, base: Any, change: dict, fragments: tuple
 ) -> None:
     base = saved(base) if isinstance(base, str) else base
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with refused(CheckpointError, f"{tmp_path}/config.json: ", *words, seconds=1):
-        read(tmp_path, {**base, **change})
+    with refused(CheckpointError, f"{tmp_path}/config.json: ", *fragments, seconds=1):
+        read_config(tmp_path, {**base, **change})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
 
@@ -446,9 +480,11 @@ def test_keys_of_another_family_change_nothing(tmp_path: Path) -> None:
         "hidden_activation": "gelu_pytorch_tanh",
     }
     for base in (LLAMA, MISTRAL):
-        assert read(tmp_path, {**base, **foreign}) == read(tmp_path, base)
+        assert read_config(tmp_path, {**base, **foreign}) == read_config(tmp_path, base)
     slides = {**MISTRAL, "sliding_window": 64}
-    assert read(tmp_path, {**slides, "use_sliding_window": False}) == read(tmp_path, slides)
+    assert read_config(tmp_path, {**slides, "use_sliding_window": False}) == read_config(
+        tmp_path, slides
+    )
 
 
 PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
@@ -456,22 +492,22 @@ LONG = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
 
 
 def test_phi_is_read(tmp_path: Path) -> None:
-    config = read(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
+    config = read_config(tmp_path, {**PHI3, "sliding_window": 64, "partial_rotary_factor": 0.75})
     assert (config.sliding_windows, config.rope.rotary_dim, config.head_dim) == ((64, 64), 12, 16)
     long = {**PHI3, "rope_scaling": LONG, "original_max_position_embeddings": 128}
     short = (1.0,) * 8
-    config = read(tmp_path, long)
+    config = read_config(tmp_path, long)
     assert config.rope == RopeConfig("longrope", 5e5, 4.0, 128, rotary_dim=16, short_factor=short)
-    # Beyond its first context every earlier position would turn anew: the cache ends there.
+    # Beyond the original context, earlier positions have other angles: the cache ends there.
     assert config.max_positions == 128
-    for factors, word in (([1.0] * 7, "8 numbers"), (["x", *[1.0] * 7], "'x'")):
-        with refused(CheckpointError, "config.json", "short_factor", word):
-            read(tmp_path, {**long, "rope_scaling": {**LONG, "short_factor": factors}})
+    for factors, fragment in (([1.0] * 7, "8 numbers"), (["x", *[1.0] * 7], "'x'")):
+        with refused(CheckpointError, "config.json", "short_factor", fragment):
+            read_config(tmp_path, {**long, "rope_scaling": {**LONG, "short_factor": factors}})
 
 
 def test_gemma_is_read(tmp_path: Path) -> None:
     bare = without(GEMMA2, "rope_theta")
-    config = read(tmp_path, bare)
+    config = read_config(tmp_path, bare)
     assert config.tie_embeddings
     assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (
         50.0,
@@ -483,13 +519,13 @@ def test_gemma_is_read(tmp_path: Path) -> None:
         "final_logit_softcapping": None,
         "query_pre_attn_scalar": 144,
     }
-    config = read(tmp_path, {**bare, **off})
+    config = read_config(tmp_path, {**bare, **off})
     assert (config.attention_softcap, config.logit_softcap, config.scales.scores) == (
         None,
         None,
         144.0**-0.5,
     )
-    config = read(tmp_path, without(GEMMA3, "rope_theta"))
+    config = read_config(tmp_path, without(GEMMA3, "rope_theta"))
     assert (config.attention_softcap, config.logit_softcap) == (None, None)
     assert (config.rope, config.local_rope) == (
         RopeConfig("default", 1e6),
@@ -503,7 +539,7 @@ def test_auto_map_is_never_executed(tmp_path: Path) -> None:
     for name in ("modeling_evil.py", "configuration_evil.py", "__init__.py"):
         (tmp_path / name).write_text(code)
     evil = {"AutoConfig": "configuration_evil.C", "AutoModel": "modeling_evil.Model"}
-    read(tmp_path, {**LLAMA, "auto_map": evil})
+    read_config(tmp_path, {**LLAMA, "auto_map": evil})
     assert not canary.exists()
 
 
@@ -512,7 +548,7 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "fragments"),
     [
         (b"", ("is not JSON", "line 1")),
         (b"{", ("is not JSON",)),
@@ -530,9 +566,11 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else "",
 )
-def test_files_that_are_refused(tmp_path: Path, data: bytes, words: tuple[str, ...]) -> None:
+def test_wrong_files_are_refused_by_name(
+    tmp_path: Path, data: bytes, fragments: tuple[str, ...]
+) -> None:
     (tmp_path / "config.json").write_bytes(data)
-    with refused(CheckpointError, f"{tmp_path}/config.json: ", *words, seconds=2):
+    with refused(CheckpointError, f"{tmp_path}/config.json: ", *fragments, seconds=2):
         read_model_config(tmp_path)
 
 
@@ -543,7 +581,7 @@ def test_containers_bound_holds_exactly(monkeypatch: pytest.MonkeyPatch) -> None
         json_file.parse_json("[{}, {}, []]", "x")
 
 
-def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
+def test_sampling_parameters_are_read(tmp_path: Path) -> None:
     assert read_generation_config(tmp_path) == GenerationConfig()
     values = {
         "temperature": 0.6,
@@ -552,8 +590,8 @@ def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
         "min_p": 0,
         "repetition_penalty": 1.05,
     }
-    more = {"do_sample": True, "eos_token_id": [5, 3], "x": 1}
-    write_json(tmp_path, "generation_config.json", {**values, **more})
+    other_values = {"do_sample": True, "eos_token_id": [5, 3], "x": 1}
+    write_json(tmp_path, "generation_config.json", {**values, **other_values})
     assert read_generation_config(tmp_path) == GenerationConfig(
         (5, 3), 0.6, 0.95, 0.0, 1.05, 20, True
     )
@@ -574,18 +612,18 @@ def test_wishes_for_sampling_are_read(tmp_path: Path) -> None:
         ("do_sample", 1),
     ],
 )
-def test_wishes_for_sampling_that_are_refused(tmp_path: Path, field: str, value: object) -> None:
+def test_wrong_sampling_parameters_are_refused(tmp_path: Path, field: str, value: object) -> None:
     write_json(tmp_path, "generation_config.json", {field: value})
     with refused(CheckpointError, "generation_config.json: ", field):
         read_generation_config(tmp_path)
 
 
-def test_ids_beyond_the_vocabulary_are_told_and_left_out(tmp_path: Path, caplog: Any) -> None:
-    """As of a class's defaults beside a small table; no text has them."""
+def test_ids_beyond_the_vocabulary_are_logged_and_dropped(tmp_path: Path, caplog: Any) -> None:
+    """They are defaults of classes with a larger vocabulary; no text has them."""
     write_json(tmp_path, "generation_config.json", {"eos_token_id": [3, 300]})
     assert read_generation_config(tmp_path, vocab_size=301).eos_token_ids == (3, 300)
     assert not caplog.text
     assert read_generation_config(tmp_path, vocab_size=300).eos_token_ids == (3,)
     assert "generation_config.json: eos_token_id: no text has id 300" in caplog.text
-    config = read(tmp_path, {**LLAMA, "bos_token_id": 128000, "eos_token_id": [2, 2**70]})
+    config = read_config(tmp_path, {**LLAMA, "bos_token_id": 128000, "eos_token_id": [2, 2**70]})
     assert (config.bos_token_id, config.eos_token_ids) == (None, (2,))

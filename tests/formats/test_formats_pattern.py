@@ -58,53 +58,53 @@ def matches(pattern: str, text: str) -> bool:
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
 def test_published_patterns_match_what_re_matches(pattern: str) -> None:
-    found = {name: matches(pattern, name) for name in MODULES}
-    assert found == {name: re.match(pattern, name) is not None for name in MODULES}
+    results = {name: matches(pattern, name) for name in MODULES}
+    assert results == {name: re.match(pattern, name) is not None for name in MODULES}
 
 
-def any_pattern(rng: random.Random, depth: int) -> str:
+def random_pattern(rng: random.Random, depth: int) -> str:
     """Return a random pattern over a small alphabet."""
     atoms = ["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", r"\w", "[]a]", "[^]b]", r"[a\d.-]", ""]
-    kind = rng.randrange(8) if depth else 0
-    if kind <= 1:
+    form = rng.randrange(8) if depth else 0
+    if form <= 1:
         return rng.choice(atoms)
-    inner = any_pattern(rng, depth - 1)
-    other = any_pattern(rng, depth - 1)
+    inner = random_pattern(rng, depth - 1)
+    other = random_pattern(rng, depth - 1)
     count = rng.choice(["*", "+", "?", "{2}", "{1,2}", "{,2}", "{1,}", "{,}", "*?", "+?", "??"])
-    behind = rng.choice(["(?<=a)", "(?<!ab)", "(?<=[ab].)"])
-    places = rng.choice(["^", "$", r"\b", r"\B", r"\Z", r"\A", behind])
+    lookbehind = rng.choice(["(?<=a)", "(?<!ab)", "(?<=[ab].)"])
+    assertion = rng.choice(["^", "$", r"\b", r"\B", r"\Z", r"\A", lookbehind])
     forms = (
         inner + other,
         f"(?:{inner}|{other})",
         f"(?:{inner}){count}",
         rng.choice(atoms[:11]) + count + inner,
         rng.choice(["(?=", "(?!", "("]) + inner + ")" + other,
-        inner + places + other,
+        inner + assertion + other,
     )
-    return forms[kind - 2]
+    return forms[form - 2]
 
 
 def test_random_patterns_match_what_re_matches() -> None:
     rng = random.Random(7)
     compared = 0
     for _ in range(4000):
-        text = any_pattern(rng, 5)
+        text = random_pattern(rng, 5)
         try:
-            known = re.compile(text)
+            expected = re.compile(text)
         except re.error:
             continue
-        own = Pattern(text, "f: k")
+        pattern = Pattern(text, "f: k")
         for _ in range(4):
             subject = "".join(rng.choice("abc.1\n ") for _ in range(rng.randrange(9)))
-            found = own.matches(Subject(subject, StepBudget()))
-            assert found == (known.match(subject) is not None), (text, subject)
+            is_match = pattern.matches(Subject(subject, StepBudget()))
+            assert is_match == (expected.match(subject) is not None), (text, subject)
             compared += 1
     assert compared > 10_000
 
 
 @pytest.mark.parametrize("depth", [5, 15, 30])
 def test_nested_lookaheads_do_not_multiply(depth: int) -> None:
-    """Each lookahead is tried once at a position, however many stand around it."""
+    """Each lookahead is tested once at a position, however many are around it."""
     budget = StepBudget(100_000)
     nested = Pattern("(?=.*" * depth + "x" + ")" * depth, "f: k")
     assert not nested.matches(Subject("model.layers.10.mlp.down_proj.weight", budget))
@@ -113,20 +113,20 @@ def test_nested_lookaheads_do_not_multiply(depth: int) -> None:
 
 @pytest.mark.parametrize("pattern", HOSTILE)
 def test_hostile_patterns_end_soon(pattern: str) -> None:
-    """Each is matched, or refused by name, against all names of a large model."""
+    """Each is matched against all names of a large model, or refused by name."""
     budget = StepBudget(2_000_000)
     began = time.thread_time()
     try:
-        own = Pattern(pattern, "config.json: targets")
+        parsed = Pattern(pattern, "config.json: targets")
         for layer in range(500):
-            own.matches(Subject(f"model.layers.{layer}.mlp.experts.17.gate_proj", budget))
+            parsed.matches(Subject(f"model.layers.{layer}.mlp.experts.17.gate_proj", budget))
     except CheckpointError as error:
         assert error.message.startswith("config.json: targets: '")
     assert time.thread_time() - began < 8
 
 
 @pytest.mark.parametrize(
-    ("pattern", "why"),
+    ("pattern", "reason"),
     [
         (r"(a)\1", "an escape that is not supported"),
         ("(?i)a", "a group that is not supported"),
@@ -145,11 +145,11 @@ def test_hostile_patterns_end_soon(pattern: str) -> None:
         ("\\", "an escape that is not supported"),
     ],
 )
-def test_what_is_not_matched_is_refused_by_name(pattern: str, why: str) -> None:
+def test_unsupported_patterns_are_refused_by_name(pattern: str, reason: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
         Pattern(pattern, "config.json: targets")
     assert refusal.value.message.startswith(f"config.json: targets: {ascii(pattern)[:77]}")
-    assert why in refusal.value.message
+    assert reason in refusal.value.message
 
 
 def test_a_text_of_a_million_letters_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What configurations say of quantized matrices: which scheme is whose, and what is refused by name."""
+"""Quantized matrices in configurations: the scheme of each module, and refused values."""
 
 from __future__ import annotations
 
@@ -12,39 +12,47 @@ from spd.formats.quantized import Quantization, Scheme, read_quantization
 from tests.recipes.packed_twin import compressed_tensors_config, gptq_config, group_config
 
 
-def read(config: dict[str, Any]) -> Quantization:
-    found = read_quantization(Fields("config.json", {"quantization_config": config}))
-    assert found is not None
-    return found
+def read_config(config: dict[str, Any]) -> Quantization:
+    quantization = read_quantization(Fields("config.json", {"quantization_config": config}))
+    assert quantization is not None
+    return quantization
 
 
 def test_targets_are_names_and_patterns_with_and_without_a_wrapper() -> None:
     config = group_config(4, 64)
     names = ["model.language_model.layers.0.mlp", r"re:.*self_attn\.[qk]_proj$"]
     config["config_groups"]["group_0"]["targets"] = [*names, r"re:model\.language_model.*\.1\."]
-    found = read(config)
+    quantization = read_config(config)
     for module in ("layers.0.mlp.up_proj", "layers.3.self_attn.k_proj", "layers.1.mlp.up_proj"):
-        assert found.scheme_of(f"model.{module}") == Scheme("pack", 4, 64)
-    assert found.scheme_of("model.layers.3.self_attn.o_proj") is found.scheme_of("mtp.fc") is None
+        assert quantization.scheme_of(f"model.{module}") == Scheme("pack", 4, 64)
+    assert (
+        quantization.scheme_of("model.layers.3.self_attn.o_proj")
+        is quantization.scheme_of("mtp.fc")
+        is None
+    )
 
 
 def test_named_targets_come_before_classes() -> None:
-    both = group_config(4, 32)
-    eight = group_config(8, -1)["config_groups"]["group_0"]
-    both["config_groups"]["group_1"] = {**eight, "targets": [r"re:.*down_proj"]}
-    found = read(both)
-    assert found.scheme_of("model.layers.0.mlp.down_proj") == Scheme("pack", 8)
-    assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("pack", 4, 32)
+    config = group_config(4, 32)
+    eight_bits = group_config(8, -1)["config_groups"]["group_0"]
+    config["config_groups"]["group_1"] = {**eight_bits, "targets": [r"re:.*down_proj"]}
+    quantization = read_config(config)
+    assert quantization.scheme_of("model.layers.0.mlp.down_proj") == Scheme("pack", 8)
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme("pack", 4, 32)
 
 
-def test_gptqs_overrides() -> None:
+def test_gptqs_overrides_change_the_scheme_of_modules() -> None:
     dynamic = {r"-:.*\.o_proj": {}, r"+:.*\.o_proj": {"bits": 8, "group_size": 64}}
-    found = read(gptq_config(dynamic=dynamic))
-    assert found.scheme_of("model.layers.0.self_attn.o_proj") == Scheme("gptq", 8, 64, offset=1)
-    assert found.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("gptq", 4, 32, offset=1)
+    quantization = read_config(gptq_config(dynamic=dynamic))
+    assert quantization.scheme_of("model.layers.0.self_attn.o_proj") == Scheme(
+        "gptq", 8, 64, offset=1
+    )
+    assert quantization.scheme_of("model.layers.0.self_attn.q_proj") == Scheme(
+        "gptq", 4, 32, offset=1
+    )
 
 
-def test_modelopt_mixes_by_names() -> None:
+def test_modelopt_mixes_algorithms_by_names_of_modules() -> None:
     layers = {
         "model.language_model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}
     }
@@ -54,17 +62,17 @@ def test_modelopt_mixes_by_names() -> None:
         "quant_algo": "MIXED_PRECISION",
         "quantized_layers": layers,
     }
-    found = read(config)
-    assert found.scheme_of("model.layers.0.mlp.up_proj") == Scheme("modelopt-nvfp4", 4, 16)
-    assert found.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("fp8", 8)
-    assert found.scheme_of("model.layers.1.mlp.up_proj") is None
-    assert read({**config, "quant_algo": "FP8"}).scheme_of("model.layers.8.mlp.up_proj") == Scheme(
-        "fp8", 8
-    )
+    quantization = read_config(config)
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme("modelopt-nvfp4", 4, 16)
+    assert quantization.scheme_of("model.layers.0.self_attn.q_proj") == Scheme("fp8", 8)
+    assert quantization.scheme_of("model.layers.1.mlp.up_proj") is None
+    assert read_config({**config, "quant_algo": "FP8"}).scheme_of(
+        "model.layers.8.mlp.up_proj"
+    ) == Scheme("fp8", 8)
 
 
-ROUNDED = group_config(4, 32)
-ROUNDED["config_groups"]["group_0"]["input_activations"] = {
+FOUR_BIT_ACTIVATIONS = group_config(4, 32)
+FOUR_BIT_ACTIVATIONS["config_groups"]["group_0"]["input_activations"] = {
     "num_bits": 4,
     "type": "int",
     "dynamic": True,
@@ -72,9 +80,9 @@ ROUNDED["config_groups"]["group_0"]["input_activations"] = {
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
-        (ROUNDED, "activations of fewer than 8 bits are not supported"),
+        (FOUR_BIT_ACTIVATIONS, "activations of fewer than 8 bits are not supported"),
         *(
             ({"quant_method": name}, f"quantized weights ('{name}') are not supported")
             for name in ("bitsandbytes", "exl3", "quark", "torchao", "fp8", "hqq")
@@ -100,8 +108,8 @@ ROUNDED["config_groups"]["group_0"]["input_activations"] = {
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "'W4A8_AWQ' is not supported"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(config: dict[str, Any], words: str) -> None:
+def test_unsupported_values_are_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        read(config)
-    assert caught.value.message.startswith("config.json: ") and words in caught.value.message
+        read_config(config)
+    assert caught.value.message.startswith("config.json: ") and message in caught.value.message
     assert "\n" not in caught.value.message and caught.value.exit_code == 4

@@ -1,4 +1,4 @@
-"""A written folder is whole or not there: after kills at any call, refusals of the disk, a second writer."""
+"""A written folder is complete or absent: after kills, errors of the disk, a second writer."""
 
 from __future__ import annotations
 
@@ -33,34 +33,37 @@ BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 DISK_CALLS = ("fsync", "rename", "open", "replace")
 
 
-def content(name: str) -> bytes:
+def tensor_content(name: str) -> bytes:
     dtype, shape = SIZES[name]
     return random.Random(name).randbytes(BYTES[dtype] * math.prod(shape))
 
 
-def tensors() -> list[OutputTensor]:
+def output_tensors() -> list[OutputTensor]:
     def pieces(name: str) -> Iterator[bytes]:
-        data = content(name)
+        data = tensor_content(name)
         yield from (data[i : i + 700] for i in range(0, len(data), 700))
 
-    return [OutputTensor(name, *how, partial(pieces, name)) for name, how in SIZES.items()]
+    return [
+        OutputTensor(name, *dtype_and_shape, partial(pieces, name))
+        for name, dtype_and_shape in SIZES.items()
+    ]
 
 
-def write(destination: Path, job: str = "one") -> None:
+def write_folder(destination: Path, job: str = "one") -> None:
     with open_stage(destination) as stage:
-        write_tensors(stage / "model.safetensors", tensors())
+        write_tensors(stage / "model.safetensors", output_tensors())
         write_json(stage / "manifest.json", {"job": job})
 
 
-def check(destination: Path) -> None:
-    """The folder is complete, byte for byte, and nothing else is beside it."""
+def check_folder(destination: Path) -> None:
+    """Assert that a folder is complete, byte for byte, without another folder next to it."""
     with Checkpoint.open(destination) as checkpoint:
         assert set(checkpoint.tensors) == set(SIZES)
         for name, meta in checkpoint.tensors.items():
             assert (meta.dtype, meta.shape) == SIZES[name]
             with open(meta.shard, "rb") as file:
                 file.seek(meta.offset)
-                assert file.read(meta.nbytes) == content(name)
+                assert file.read(meta.nbytes) == tensor_content(name)
             assert meta.offset % BYTES[meta.dtype] == 0
     assert sorted(os.listdir(destination)) == ["manifest.json", "model.safetensors"]
     assert [name for name in os.listdir(destination.parent) if name[:5] != ".spd-"] == [
@@ -71,32 +74,32 @@ def check(destination: Path) -> None:
 def test_what_is_written_is_read_by_the_official_library(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    write(tmp_path / "out" / "head")
-    check(tmp_path / "out" / "head")
+    write_folder(tmp_path / "out" / "head")
+    check_folder(tmp_path / "out" / "head")
     with safe_open(tmp_path / "out" / "head" / "model.safetensors", framework="pt") as file:
         assert set(file.keys()) == set(SIZES) and file.metadata() == {"format": "pt"}
 
 
-def killed_at(call: int, work: Callable[[], None]) -> bool:
-    """Run in a child that kills itself at its n-th call to the disk; whether it came so far."""
+def is_killed_at(call: int, work: Callable[[], None]) -> bool:
+    """Run work in a child that kills itself at its n-th call to the disk; True if it did."""
     child = os.fork()
     if child == 0:
-        left = call
+        remaining = call
 
-        def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any, **named: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left <= 0:
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal remaining
+                remaining -= 1
+                if remaining <= 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return real(*arguments, **named)
+                return function(*arguments, **keywords)
 
             return run
 
         calls = [*((os, name) for name in DISK_CALLS), (shutil, "rmtree"), (writer, "sync")]
         for owner, name in calls:
             setattr(owner, name, counted(getattr(owner, name)))
-        globals()["content"] = counted(content)  # a moment between any two tensors
+        globals()["tensor_content"] = counted(tensor_content)  # also between any two tensors
         work()
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -105,7 +108,7 @@ def killed_at(call: int, work: Callable[[], None]) -> bool:
 
 
 def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
-    """Every call to the disk in turn, then once more to the end; the destination is never a mixture."""
+    """A child is killed at each call to the disk in turn; the destination is never a mixture."""
     call = 0
     outcomes = set()
     killed = True
@@ -113,28 +116,29 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
         call += 1
         destination = tmp_path / str(call) / "head"
         destination.parent.mkdir()
-        killed = killed_at(call, partial(write, destination))
-        there = destination.exists()
-        outcomes.add(there)
-        if not there:
-            write(destination)
-        check(destination)
+        killed = is_killed_at(call, partial(write_folder, destination))
+        is_complete = destination.exists()
+        outcomes.add(is_complete)
+        if not is_complete:
+            write_folder(destination)
+        check_folder(destination)
     assert call > 15 and outcomes == {True, False}
 
 
 def test_an_interrupted_run_is_begun_anew(tmp_path: Path) -> None:
     destination = tmp_path / "head"
 
-    def dies() -> Iterator[bytes]:
+    def interrupt() -> Iterator[bytes]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), open_stage(destination) as stage:
         write_tensors(
-            stage / "model.safetensors", [*tensors()[:2], OutputTensor("c", *SIZES["c"], dies)]
+            stage / "model.safetensors",
+            [*output_tensors()[:2], OutputTensor("c", *SIZES["c"], interrupt)],
         )
     assert os.listdir(tmp_path) == []
-    write(destination)
-    check(destination)
+    write_folder(destination)
+    check_folder(destination)
 
 
 def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
@@ -148,7 +152,7 @@ def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
         )  # the kernel itself refuses the write
         status = 1
         try:
-            write(destination)
+            write_folder(destination)
         except ResourceError:
             status = 2 if os.listdir(tmp_path) else 0
         os._exit(status)
@@ -156,7 +160,7 @@ def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
     for call in ("fsync", "rename"):
         monkeypatch.setattr(os, call, Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(ResourceError, match="Input/output error"):
-            write(destination)
+            write_folder(destination)
         assert os.listdir(tmp_path) == []
         monkeypatch.undo()
 
@@ -169,10 +173,10 @@ def test_a_tensor_of_another_size_than_announced_is_no_file(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-def test_two_writers_of_one_destination(tmp_path: Path) -> None:
-    """The one that ends last is refused; neither writes into the other's stage."""
+def test_the_second_writer_of_a_destination_is_refused(tmp_path: Path) -> None:
+    """The writer that ends last is refused; neither writes into the other's stage."""
     with pytest.raises(ResourceError, match="not empty"), open_stage(tmp_path / "head") as stage:
         write_json(stage / "manifest.json", {"job": "first"})
-        write(tmp_path / "head", "second")
-    check(tmp_path / "head")
+        write_folder(tmp_path / "head", "second")
+    check_folder(tmp_path / "head")
     assert json.loads((tmp_path / "head" / "manifest.json").read_text()) == {"job": "second"}
