@@ -7,12 +7,13 @@ Nothing is fetched. The folders are unpacked source packages (sdists) of PyPI, w
 
     pip download --no-deps --no-binary :all: llama-cpp-python jsonschema vllm
 
-`--llama` is `llama-cpp-python`: llama.cpp's server tests and the published chat templates. `--jsonschema`
-is `jsonschema`: JSON-Schema-Test-Suite. `--vllm` is `vllm`: its tests of tool parsers. `--client` is a Python
-with pytest, requests, openai and filelock, which runs the server tests; this one by default.
+`--llama` is `llama-cpp-python`: llama.cpp's server tests and the published chat templates.
+`--jsonschema` is `jsonschema`: JSON-Schema-Test-Suite. `--vllm` is `vllm`: its tests of tool
+parsers. `--client` is a Python with pytest, requests, openai and filelock, which runs the server
+tests; this one by default.
 
-A suite whose package is not named is left out, and its last outcomes are kept. Status 1 where an outcome is
-wrong.
+A suite whose package is not named is left out, and its last outcomes are kept. Status 1 where an
+outcome is wrong.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the suites, print a table of each and write the report; return the exit status."""
     options = parsed(arguments)
-    found = {}
+    results = {}
     if options.out.exists():
-        found = json.loads(options.out.read_text(encoding="utf-8"))["suites"]
+        results = json.loads(options.out.read_text(encoding="utf-8"))["suites"]
     wrong = 0
     for name in options.only:
         package, run = SUITES[name]
@@ -83,9 +84,9 @@ def main(arguments: Sequence[str]) -> int:
         for line in report.details:
             print(f"    {line}")
         wrong += report.total[WRONG]
-        found[name] = {**report.as_dict(), **describe_commit("spd", "benchmarks/suites")}
-        made = {"machine": describe_machine(), "suites": found}
-        options.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        results[name] = {**report.as_dict(), **describe_commit("spd", "benchmarks/suites")}
+        document = {"machine": describe_machine(), "suites": results}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
 
 

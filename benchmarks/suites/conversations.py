@@ -1,4 +1,5 @@
-"""Conversations as chat completions send them: what the suites of templates and histories are made of."""
+"""Conversations as chat completions send them: what the suites of templates and histories are
+made of."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ CLOCK: Mapping[str, Any] = {
     "description": "Tell the time",
     "parameters": {"type": "object", "properties": {}},
 }
-TOOLS: list[Message] = [{"type": "function", "function": one} for one in (LOOKUP, CLOCK)]
+TOOLS: list[Message] = [{"type": "function", "function": function} for function in (LOOKUP, CLOCK)]
 
 
 def system(text: str = "Answer in one sentence.") -> Message:
@@ -39,15 +40,16 @@ def user(text: str = "What is a draft model?") -> Message:
     return {"role": "user", "content": text}
 
 
-def reply(text: str = "A small model that proposes tokens.", **more: Any) -> Message:
+def reply(text: str = "A small model that proposes tokens.", **fields: Any) -> Message:
     """Return an assistant message."""
-    return {"role": "assistant", "content": text, **more}
+    return {"role": "assistant", "content": text, **fields}
 
 
-def calling(*calls: tuple[str, object], text: str = "", first: int = 0, **more: Any) -> Message:
+def calling(*calls: tuple[str, object], text: str = "", first: int = 0, **fields: Any) -> Message:
     """Return an assistant message with calls: names and arguments, numbered from `first`.
 
-    Ids have nine characters, as Mistral's templates want them. Arguments that are texts stay as they are.
+    Ids have nine characters, as Mistral's templates want them. Arguments that are texts stay as
+    they are.
     """
     written = [
         {
@@ -57,7 +59,7 @@ def calling(*calls: tuple[str, object], text: str = "", first: int = 0, **more: 
         }
         for number, (name, arguments) in enumerate(calls)
     ]
-    return {"role": "assistant", "content": text, "tool_calls": written, **more}
+    return {"role": "assistant", "content": text, "tool_calls": written, **fields}
 
 
 def _arguments(arguments: object) -> object:

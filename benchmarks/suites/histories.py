@@ -1,4 +1,5 @@
-"""Histories as clients keep them, sent to three APIs over published templates: none may be refused."""
+"""Histories as clients keep them, sent to three APIs over published templates: none may be
+refused."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ History = Sequence[Turn]
 
 
 def histories(count: int = HISTORIES, seed: int = 45) -> list[list[Turn]]:
-    """Return as many histories, the same for the same seed; each ends with a user's turn or a result."""
+    """Return as many histories, the same for the same seed; each ends with a user's turn or a
+    result.
+    """
     draws = random.Random(seed)
     return [_history(draws) for _ in range(count)]
 
@@ -158,8 +161,8 @@ def as_chat(history: History) -> list[dict[str, Any]]:
             message["tool_calls"] = [_chat_call(call) for call in turn.calls]
         messages.append(message)
         for call in turn.calls:
-            told = {"role": "tool", "tool_call_id": call.id, "content": call.result}
-            messages.append(told)
+            result_message = {"role": "tool", "tool_call_id": call.id, "content": call.result}
+            messages.append(result_message)
     return messages
 
 
@@ -185,8 +188,8 @@ def as_response(history: History) -> list[dict[str, Any]]:
             item = {"type": "function_call", "call_id": call.id, "name": call.name}
             items.append({**item, "arguments": call.arguments or ""})
         for call in turn.calls:
-            told = {"type": "function_call_output", "call_id": call.id, "output": call.result}
-            items.append(told)
+            output = {"type": "function_call_output", "call_id": call.id, "output": call.result}
+            items.append(output)
     return items
 
 
@@ -196,7 +199,9 @@ def _reasoning(text: str) -> dict[str, Any]:
 
 
 def as_messages(history: History) -> list[dict[str, Any]]:
-    """Return a history as messages of Anthropic's API; a refusal is a text there, arguments are objects."""
+    """Return a history as messages of Anthropic's API; a refusal is a text there, arguments are
+    objects.
+    """
     messages: list[dict[str, Any]] = []
     for turn in history:
         role = "system" if turn.role == "developer" else turn.role
@@ -263,7 +268,9 @@ APIS: Mapping[str, Callable[[History], tuple[str, dict[str, Any]]]] = {
 
 
 def plain_chat(history: History) -> list[dict[str, Any]]:
-    """Return a history as every template should take it: one system text first, texts, whole arguments."""
+    """Return a history as every template should take it: one system text first, texts, whole
+    arguments.
+    """
     instructions = [turn.text or "" for turn in history if turn.role in ("system", "developer")]
     messages = [{"role": "system", "content": "\n".join(instructions)}] if instructions else []
     for message in as_chat([turn for turn in history if turn.role not in ("system", "developer")]):

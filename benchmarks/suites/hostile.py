@@ -59,8 +59,8 @@ class Runner:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command.arguments) + "\n")
         self._process.stdin.flush()
-        told: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return told
+        result: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return result
 
     def close(self) -> None:
         """End the worker."""
@@ -69,14 +69,14 @@ class Runner:
         self._process.wait(30)
 
 
-def command_outcome(command: Command, told: dict[str, Any]) -> tuple[str, str]:
+def command_outcome(command: Command, result: dict[str, Any]) -> tuple[str, str]:
     """Return the outcome of one run, and what is wrong with it."""
-    status = told["status"]
-    text = told["text"]
+    status = result["status"]
+    text = result["text"]
     if status is None:
         return WRONG, f"hangs for {SECONDS:.0f} s"
-    if told["mib"] > MOST_MIB:
-        return WRONG, f"takes {told['mib']:.0f} MiB"
+    if result["mib"] > MOST_MIB:
+        return WRONG, f"takes {result['mib']:.0f} MiB"
     if status < 0 or "Traceback" in text:
         return WRONG, f"ends with status {status}: {text[-400:]}"
     if command.arguments[0] == "quantize":
@@ -102,60 +102,64 @@ def run_commands(report: Report, row: str, commands: Iterable[Command], place: P
 # -- the server --------------------------------------------------------------------------------------
 
 
-def request_outcome(one: Hostile, status: int, answer: Any) -> tuple[str, str]:
+def request_outcome(request: Hostile, status: int, answer: Any) -> tuple[str, str]:
     """Return the outcome of one request, and what is wrong with it."""
-    shown = json.dumps(answer)[:400]
+    display_text = json.dumps(answer)[:400]
     if status == 200:
-        if one.refuse:
-            return WRONG, f"accepted: {shown}"
-        return _answer_outcome(one, answer, shown)
+        if request.refuse:
+            return WRONG, f"accepted: {display_text}"
+        return _answer_outcome(request, answer, display_text)
     error = answer.get("error") if isinstance(answer, dict) else None
     message = error.get("message", "") if isinstance(error, dict) else ""
     if status >= 500 or not message:
-        return WRONG, f"status {status}: {shown}"
-    if one.named and one.named not in json.dumps(error):
-        return WRONG, f"the refusal does not name {one.named}: {shown}"
+        return WRONG, f"status {status}: {display_text}"
+    if request.named and request.named not in json.dumps(error):
+        return WRONG, f"the refusal does not name {request.named}: {display_text}"
     return REFUSED, ""
 
 
-def _answer_outcome(one: Hostile, answer: Any, shown: str) -> tuple[str, str]:
+def _answer_outcome(request: Hostile, answer: Any, display_text: str) -> tuple[str, str]:
     """Return the outcome of an answer: whole JSON has to satisfy the request's check."""
     if not isinstance(answer, dict):
-        return (WRONG, f"an error in the stream: {shown}") if '"error"' in shown else (ANSWERED, "")
+        return (
+            (WRONG, f"an error in the stream: {display_text}")
+            if '"error"' in display_text
+            else (ANSWERED, "")
+        )
     if "choices" not in answer:
-        is_fine = one.holds is None or one.holds(answer)
-        return (ANSWERED, "") if is_fine else (WRONG, f"not done: {shown}")
+        is_fine = request.holds is None or request.holds(answer)
+        return (ANSWERED, "") if is_fine else (WRONG, f"not done: {display_text}")
     choice = answer["choices"][0]
     if choice["finish_reason"] == "length":
         return CUT, ""
     texts = [call["function"]["arguments"] for call in choice["message"].get("tool_calls") or ()]
-    if "response_format" in one.body:
+    if "response_format" in request.body:
         texts.append(choice["message"]["content"])
     try:
         values = [json.loads(text) for text in texts]
     except (TypeError, ValueError):
-        return WRONG, f"no JSON: {shown}"
-    is_fine = one.holds is None or all(map(one.holds, values))
-    return (ANSWERED, "") if is_fine else (WRONG, f"not what the schema says: {shown}")
+        return WRONG, f"no JSON: {display_text}"
+    is_fine = request.holds is None or all(map(request.holds, values))
+    return (ANSWERED, "") if is_fine else (WRONG, f"not what the schema says: {display_text}")
 
 
 def run_requests(report: Report, server: Server, requests: Iterator[tuple[str, Hostile]]) -> None:
     """Count every request, and whether the server's memory stays."""
     began = 0.0
-    for number, (row, one) in enumerate(requests):
+    for number, (row, request) in enumerate(requests):
         at = time.monotonic()
         computed = server.cpu_seconds
         try:
-            status, answer = server.post(one.path, one.body, seconds=SECONDS)
+            status, answer = server.post(request.path, request.body, seconds=SECONDS)
         except OSError as error:
-            what = f"{type(error).__name__} after {time.monotonic() - at:.1f} s"
-            report.add(row, WRONG, f"{one.name}: {what}")
+            description = f"{type(error).__name__} after {time.monotonic() - at:.1f} s"
+            report.add(row, WRONG, f"{request.name}: {description}")
             continue
-        outcome, fault = request_outcome(one, status, answer)
-        if (taken := server.cpu_seconds - computed) > CPU_SECONDS:
+        outcome, fault = request_outcome(request, status, answer)
+        if (seconds := server.cpu_seconds - computed) > CPU_SECONDS:
             outcome = WRONG
-            fault = f"computes for {taken:.1f} s"
-        report.add(row, outcome, f"{one.name}: {fault}")
+            fault = f"computes for {seconds:.1f} s"
+        report.add(row, outcome, f"{request.name}: {fault}")
         began = server.resident_mib if number == 50 else began
     grown = server.resident_mib - began
     outcome = WRONG if grown > GROWTH_MIB else ANSWERED

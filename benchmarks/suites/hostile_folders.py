@@ -1,4 +1,5 @@
-"""Hostile model folders: patterns that backtrack, links out of the folder, weights that are no numbers."""
+"""Hostile model folders: patterns that backtrack, links out of the folder, weights that are no
+numbers."""
 
 from __future__ import annotations
 
@@ -180,13 +181,13 @@ def weight_commands(model: Path, place: Path) -> Iterator[Command]:
     from safetensors.torch import load_file, save_file
 
     for name in WEIGHTS:
-        for shown, value in VALUES.items():
-            folder = place / f"weight-{name}-{shown}"
+        for value_name, value in VALUES.items():
+            folder = place / f"weight-{name}-{value_name}"
             shutil.copytree(model, folder)
             tensors = load_file(folder / "model.safetensors")
             tensors[name].view(-1)[:] = value
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
             for how in ([], ["--quantize", "int8"], ["--quantize", "int4"]):
-                asked = ["generate", "-m", str(folder), "--raw", "Hi", "-n", "4", "--no-server"]
-                label = f"{shown} in {name} {' '.join(how)}"
-                yield Command(label, [*asked, "--temperature", "0", *how], must_fail=True)
+                command = ["generate", "-m", str(folder), "--raw", "Hi", "-n", "4", "--no-server"]
+                label = f"{value_name} in {name} {' '.join(how)}"
+                yield Command(label, [*command, "--temperature", "0", *how], must_fail=True)

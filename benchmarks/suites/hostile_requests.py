@@ -29,13 +29,18 @@ class Hostile(NamedTuple):
     """What a refusal has to name."""
 
 
-def _ask(**more: Any) -> Json:
-    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 24}
-    return {**asked, "temperature": 1, "seed": 1, **more}
+def _ask(**fields: Any) -> Json:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 24}
+    return {**body, "temperature": 1, "seed": 1, **fields}
 
 
-def _object(properties: Mapping[str, Any], *required: str, **more: Any) -> Json:
-    return {"type": "object", "properties": dict(properties), "required": list(required), **more}
+def _object(properties: Mapping[str, Any], *required: str, **keywords: Any) -> Json:
+    return {
+        "type": "object",
+        "properties": dict(properties),
+        "required": list(required),
+        **keywords,
+    }
 
 
 # -- schemas -----------------------------------------------------------------------------------------
@@ -240,7 +245,9 @@ SATISFIED: Mapping[str, tuple[Json, Check]] = {
 
 
 def _formats(name: str, schema: Json, **how: Any) -> Iterator[Hostile]:
-    """Yield a schema as the format of each API, as a tool's parameters and as a property of them."""
+    """Yield a schema as the format of each API, as a tool's parameters and as a property of
+    them.
+    """
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     yield Hostile(f"{name}, as a format", CHAT, _ask(response_format=form), **how)
     only_refused = {"refuse": how.get("refuse", False)}
@@ -306,8 +313,8 @@ def tool_requests() -> Iterator[Hostile]:
         body = {"input": "x", "max_output_tokens": 8, "tools": [flat], "tool_choice": "required"}
         yield Hostile(f"a tool of Responses named {name[:30]!r}", RESPONSES, body, refuse=True)
         mine = {"name": name, "input_schema": function["parameters"]}
-        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
-        body = {**asked, "tools": [mine], "tool_choice": {"type": "any"}}
+        base = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
+        body = {**base, "tools": [mine], "tool_choice": {"type": "any"}}
         yield Hostile(f"a tool of Messages named {name[:30]!r}", MESSAGES, body, refuse=True)
     for value in ODD:
         tool = {"type": "function", "function": {"name": "f", "parameters": value}}
@@ -377,7 +384,9 @@ def _has_logprobs(answer: Any) -> bool:
 
 
 def field_requests() -> Iterator[Hostile]:
-    """Yield fields of other types, beyond their ranges, and some that were passed over in silence."""
+    """Yield fields of other types, beyond their ranges, and some that were passed over in
+    silence.
+    """
     numbers = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
     wholes = ("max_tokens", "max_completion_tokens", "top_k", "seed", "n", "top_logprobs")
     flags = ("stream", "logprobs", "ignore_eos", "parallel_tool_calls")
@@ -409,13 +418,13 @@ def field_requests() -> Iterator[Hostile]:
     options = {"include_usage": True, "continuous_usage_stats": True}
     streamed = _ask(stream=True, stream_options=options)
     yield Hostile("continuous_usage_stats", CHAT, streamed, holds=None)
-    asked = {"input": "x", "max_output_tokens": 4}
+    base = {"input": "x", "max_output_tokens": 4}
     named = "message.output_text.logprobs"
-    included = {**asked, "include": [named], "top_logprobs": 2}
+    included = {**base, "include": [named], "top_logprobs": 2}
     yield Hostile("include log-probabilities", RESPONSES, included, holds=_has_logprobs)
     yield Hostile("two limits", CHAT, _ask(max_tokens=2, max_completion_tokens=9))
     for field in ("previous_response_id", "conversation", "prompt", "background"):
-        yield Hostile(field, RESPONSES, {**asked, field: "x"}, True, None, field)
+        yield Hostile(field, RESPONSES, {**base, field: "x"}, True, None, field)
     for field in ("suffix", "best_of", "echo"):
         yield Hostile(field, COMPLETIONS, {"prompt": "x", "max_tokens": 2, field: 3}, True)
     for raw in BODIES:
@@ -432,5 +441,5 @@ def all_requests() -> Iterator[tuple[str, Hostile]]:
         "fields": field_requests,
     }
     for row, requests in rows.items():
-        for one in requests():
-            yield row, one
+        for request in requests():
+            yield row, request

@@ -1,9 +1,10 @@
-"""Runs spd's command line for each line of its input, each in a child of a process that has it loaded.
+"""Runs spd's command line for each line of its input, each in a child of a process that has it
+loaded.
 
     python -m benchmarks.suites.hostile_worker SECONDS
 
-A line is a JSON list of arguments; the answer is a JSON object with `status` (None where the time ran out),
-`seconds`, `mib` (the largest memory) and `text` (what was printed, the end of it).
+A line is a JSON list of arguments; the answer is a JSON object with `status` (None where the time
+ran out), `seconds`, `mib` (the largest memory) and `text` (what was printed, the end of it).
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def run_child(arguments: list[str], output: BinaryIO) -> int:
 
 
 def wait(child: int, seconds: float) -> tuple[int | None, float]:
-    """Return a child's status, None where it was ended at its time, and its largest memory in MiB."""
+    """Return a child's status, None where it was ended at its time, and its largest memory in
+    MiB.
+    """
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         done, status, usage = os.wait4(child, os.WNOHANG)
@@ -80,8 +83,8 @@ def main() -> None:
             status, mib = wait(run_child(json.loads(line), output), limit)
             output.seek(max(0, output.seek(0, os.SEEK_END) - SHOWN))
             text = output.read().decode("utf-8", "replace")
-        told = {"status": status, "seconds": time.monotonic() - began, "mib": mib, "text": text}
-        print(json.dumps(told), flush=True)
+        result = {"status": status, "seconds": time.monotonic() - began, "mib": mib, "text": text}
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

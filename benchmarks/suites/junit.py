@@ -29,17 +29,20 @@ def count_junit(report: Report, path: Path, not_applicable: Mapping[str, str]) -
             report.reasons[name] = skipped.get("message", "")
         elif failed is None or "[XPASS" in message:  # better than its authors expect
             report.add(row, PASSED)
-        elif (why := _reason(name, message, not_applicable)) is not None:
+        elif (reason := _reason(name, message, not_applicable)) is not None:
             report.add(row, ASIDE)
-            report.reasons[name] = why
+            report.reasons[name] = reason
         else:
             report.add(row, WRONG, f"{name}: {message[:SHOWN]}")
 
 
 def _reason(name: str, message: str, not_applicable: Mapping[str, str]) -> str | None:
-    """Return why a failed test says nothing about spd, or None; keys match names or `message:` texts."""
-    for key, why in not_applicable.items():
+    """Return the reason why a failed test does not apply to spd, or None.
+
+    Keys match names or `message:` texts.
+    """
+    for key, reason in not_applicable.items():
         kind, _, text = key.partition("message:")
         if (not kind and text in message) or (kind and fnmatch(name, key)):
-            return why
+            return reason
     return None

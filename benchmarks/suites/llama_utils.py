@@ -1,7 +1,7 @@
 """Stands in for the `utils` module of llama.cpp's server tests: their helpers, over `spd serve`.
 
-It is copied beside the tests and runs in their Python, so it imports nothing of spd. What the tests ask of
-llama.cpp alone skips a test, with the reason in its words.
+It is copied beside the tests and runs in their Python, so it imports nothing of spd. What the tests
+ask of llama.cpp alone skips a test, with the reason in its words.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ _request = llama_helpers.ServerProcess.make_request
 _stream = llama_helpers.ServerProcess.make_stream_request
 
 
-def skip(what: str) -> None:
+def skip(feature: str) -> None:
     """Skip a test that is about what llama.cpp alone has."""
-    pytest.skip(f"llama.cpp's own: {what}")
+    pytest.skip(f"llama.cpp's own: {feature}")
 
 
 def start(self: Any, timeout_seconds: int = 60) -> None:
     """Serve the suite's model with as much of the options as spd has."""
-    for name, what in OWN_OPTIONS.items():
+    for name, feature in OWN_OPTIONS.items():
         if getattr(self, name):
-            skip(what)
+            skip(feature)
     names = f"{self.model_hf_repo} {self.model_hf_file} {self.model_alias}".lower()
     for name in MODELS:
         if name in names:
@@ -135,7 +135,7 @@ def _path_of(path: str) -> str:
 
 
 def _body_of(path: str, data: Any) -> Any:
-    """A body in spd's words: `n_predict` is `max_tokens` there, `content` is `prompt`."""
+    """Return a body in spd's words: `n_predict` is `max_tokens` there, `content` is `prompt`."""
     if not isinstance(data, dict):
         return data
     body = dict(data)
@@ -147,8 +147,8 @@ def _body_of(path: str, data: Any) -> Any:
     if path in NATIVE:
         body.pop("cache_prompt", None)
         body["max_tokens"] = body.pop("n_predict", 64)
-        kept = {"prompt", "max_tokens", "seed", "temperature", "stream", "stop", "ignore_eos"}
-        for name in body.keys() - kept:
+        supported = {"prompt", "max_tokens", "seed", "temperature", "stream", "stop", "ignore_eos"}
+        for name in body.keys() - supported:
             skip(f"{name} of /completion")
         if not isinstance(body.get("prompt"), str):
             skip("prompts that are objects or mixed lists")
@@ -185,7 +185,7 @@ def make_request(
 
 
 def _native(body: Any) -> dict[str, Any]:
-    """A completion as llama.cpp's own endpoint tells it."""
+    """Return a completion as llama.cpp's own endpoint tells it."""
     choice = body["choices"][0]
     return {"content": choice["text"], "timings": body.get("timings", {}), "stop": True}
 
@@ -215,9 +215,9 @@ def make_stream_request(
                     choice["delta"]["content"] = None
             yield event
     except llama_helpers.ServerError as error:
-        found = error.body.get("error", {})
-        if found.get("code") == "unknown_parameter":
-            skip(f"the field {found.get('param')}, which spd refuses by name")
+        refusal = error.body.get("error", {})
+        if refusal.get("code") == "unknown_parameter":
+            skip(f"the field {refusal.get('param')}, which spd refuses by name")
         raise
 
 

@@ -1,7 +1,7 @@
 """Scripted replies with a tool call: every form and published template × schemas × arguments.
 
-A reply is read whole, character by character and in two pieces at every place, and has to give the same
-arguments. The grammars of `required` and `auto` have to allow it.
+A reply is read whole, character by character and in two pieces at every place, and has to give the
+same arguments. The grammars of `required` and `auto` have to allow it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.every_template import SPECIAL, render_with_spd, split_reply
 
 NAME = "lookup_word"
 READ = "read"
-NOT_HELD = "read, not held"
+NOT_CONSTRAINED = "read, not held"
 REFUSED = "refused by name"
 REFUSAL = "required: refused: "
 CUTS = 24
@@ -54,14 +54,14 @@ class Scripted:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """The functions that the model may call."""
+        """Return the functions that the model may call."""
         return {NAME: {"type": "object", **self.case.schema}, "clock": {"type": "object"}}
 
 
 # -- texts -------------------------------------------------------------------------------------------
 
 
-def written(form: Form, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+def call_text(form: Form, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """Return a call in a form's own marks."""
     pairs = form.pairs
     if pairs is None:
@@ -94,10 +94,10 @@ def _value(form: Form, value: Any) -> str:
     if isinstance(value, str):
         return quote + value + quote
     if isinstance(value, dict):
-        inner = (f"{name}:{_value(form, one)}" for name, one in _in_order(form, value))
+        inner = (f"{name}:{_value(form, item)}" for name, item in _in_order(form, value))
         return f"{{{','.join(inner)}}}"
     if isinstance(value, list):
-        return f"[{','.join(_value(form, one) for one in value)}]"
+        return f"[{','.join(_value(form, item) for item in value)}]"
     return json.dumps(value)
 
 
@@ -116,24 +116,26 @@ class Frame:
         """Return a schema's frame; None where the template refuses such a conversation."""
         tools = [{"type": "function", "function": {"name": NAME, "parameters": dict(schema)}}]
         prompt = render_with_spd(template, [user()], tools=tools)
-        said = [user(), reply("XYZ")]
-        plain = render_with_spd(template, said, tools=tools, add_generation_prompt=False)
+        messages = [user(), reply("XYZ")]
+        plain = render_with_spd(template, messages, tools=tools, add_generation_prompt=False)
         if prompt is None or plain is None:
             return None
         return cls(template, tools, prompt, plain[plain.rfind("XYZ") + 3 :])
 
     def reply(self, arguments: Mapping[str, Any]) -> str | None:
         """Return a call as the template writes it into a history; None where it writes none."""
-        said = [user(), calling((NAME, dict(arguments)))]
-        whole = render_with_spd(self.template, said, tools=self.tools, add_generation_prompt=False)
-        if whole is None:
+        messages = [user(), calling((NAME, dict(arguments)))]
+        rendered = render_with_spd(
+            self.template, messages, tools=self.tools, add_generation_prompt=False
+        )
+        if rendered is None:
             return None
-        pairs = enumerate(zip(self.prompt, whole, strict=False))
-        shorter = min(len(self.prompt), len(whole))
-        begin = whole[: next((at for at, (a, b) in pairs if a != b), shorter)]
+        pairs = enumerate(zip(self.prompt, rendered, strict=False))
+        shorter = min(len(self.prompt), len(rendered))
+        begin = rendered[: next((at for at, (a, b) in pairs if a != b), shorter)]
         if begin.rfind("<") > begin.rfind(">"):
             begin = begin[: begin.rfind("<")]
-        text = whole[len(begin) :]
+        text = rendered[len(begin) :]
         return text.removesuffix(self.tail) if NAME in text else None
 
 
@@ -142,7 +144,7 @@ def own_replies() -> Iterator[Scripted]:
     for name, form in FORMS.items():
         for case in CASES.values():
             for arguments in case.values:
-                text = written(form, case.schema, arguments)
+                text = call_text(form, case.schema, arguments)
                 yield Scripted(name, form, case, arguments, text)
 
 
@@ -181,33 +183,37 @@ class Checker:
             if (number := self._tokenizer.token_to_id(mark)) is not None
         }
 
-    def fault(self, one: Scripted, cuts: int | None) -> tuple[str, bool]:
-        """Return what is wrong with a reply, or nothing, and whether a grammar held it in both modes."""
-        held = True
+    def fault(self, scripted: Scripted, cuts: int | None) -> tuple[str, bool]:
+        """Return what is wrong with a reply, or nothing, and whether a grammar held it in both
+        modes.
+        """
+        is_constrained = True
         for required in (True, False):
-            tools = Tools(one.functions, one.form, required=required, tokens=self._tokens)
-            if fault := self._read(one, tools, CUTS if required else cuts):
-                return f"{'required' if required else 'auto'}: {fault}", held
+            tools = Tools(scripted.functions, scripted.form, required=required, tokens=self._tokens)
+            if fault := self._read(scripted, tools, CUTS if required else cuts):
+                return f"{'required' if required else 'auto'}: {fault}", is_constrained
             try:
                 grammar = tools.grammar
                 if grammar is None:
-                    held = False
-                elif fault := self._allowed(one, grammar, bare=required and one.form.is_bare):
-                    return f"{'required' if required else 'auto'}: {fault}", held
+                    is_constrained = False
+                elif fault := self._allowed(
+                    scripted, grammar, bare=required and scripted.form.is_bare
+                ):
+                    return f"{'required' if required else 'auto'}: {fault}", is_constrained
             except SpdError as error:
                 if required:
-                    return REFUSAL + error.message, held
-                held = False
-        return "", held
+                    return REFUSAL + error.message, is_constrained
+                is_constrained = False
+        return "", is_constrained
 
-    def _read(self, one: Scripted, tools: Tools, cuts: int | None) -> str:
+    def _read(self, scripted: Scripted, tools: Tools, cuts: int | None) -> str:
         """Return what is wrong with the calls that are found, over all ways to cut the text."""
-        text = one.text
+        text = scripted.text
         places: Sequence[int] = range(1, len(text))
         if cuts is not None and len(text) > cuts:
             places = sorted(random.Random(text).sample(places, cuts))
         ways = [[text], list(text), *([text[:at], text[at:]] for at in places)]
-        wanted = [(NAME, _exact(one.arguments))]
+        expected = [(NAME, _exact(scripted.arguments))]
         for pieces in ways:
             calls: list[list[str]] = []
             for piece in split_reply(tools, pieces):
@@ -215,19 +221,21 @@ class Checker:
                     calls.append([piece.name, piece.text])
                 elif piece.kind == "call":
                     calls[-1][1] += piece.text
-            seen = [(name, _exact_of(arguments)) for name, arguments in calls]
-            if seen != wanted:
-                what = "lost" if not seen else f"read as {seen}"
-                return f"{what} in {len(pieces)} pieces"
+            actual = [(name, _exact_of(arguments)) for name, arguments in calls]
+            if actual != expected:
+                difference = "lost" if not actual else f"read as {actual}"
+                return f"{difference} in {len(pieces)} pieces"
         return ""
 
-    def _allowed(self, one: Scripted, grammar: GrammarSpec, *, bare: bool) -> str:
-        """Return where a grammar forbids a reply, or nothing; `bare` replies have no opening mark."""
-        text = one.text
-        if one.form.channels is None and one.form.opening in text:
-            text = text[text.index(one.form.opening) :]
+    def _allowed(self, scripted: Scripted, grammar: GrammarSpec, *, bare: bool) -> str:
+        """Return where a grammar forbids a reply, or nothing; `bare` replies have no opening
+        mark.
+        """
+        text = scripted.text
+        if scripted.form.channels is None and scripted.form.opening in text:
+            text = text[text.index(scripted.form.opening) :]
         if bare:
-            text = text.removeprefix(one.form.opening)
+            text = text.removeprefix(scripted.form.opening)
         ids = self._tokenizer.encode(text, parse_special=True)
         matcher = self._compiler.compile(grammar, (END,))
         assert matcher is not None
@@ -235,8 +243,8 @@ class Checker:
             try:
                 matcher.accept(token)
             except GrammarError:
-                rest = self._tokenizer.decode(ids[at:], skip_special=False)
-                return f"the grammar forbids {rest[:60]!r}"
+                remaining = self._tokenizer.decode(ids[at:], skip_special=False)
+                return f"the grammar forbids {remaining[:60]!r}"
         return "" if matcher.is_complete else "the grammar wants more"
 
 
@@ -256,30 +264,34 @@ def run(llama: Path | None) -> Report:
     report = Report("replies", "spd's forms and the templates in llama-cpp-python's sdist")
     with tempfile.TemporaryDirectory() as place:
         checker = Checker(Path(place))
-        for one in own_replies():
-            _count(report, checker, one, None)
+        for scripted in own_replies():
+            _count(report, checker, scripted, None)
         print(report.text(), flush=True)
         for path in template_files(llama) if llama else ():
             source = path.read_text(encoding="utf-8")
             if checked_form(ChatTemplate("", {"default": source}, SPECIAL)) is FALLBACK_FORM:
                 report.reasons[path.stem] = "a form of calls that spd does not know"
                 continue
-            for one in template_replies(path):
-                _count(report, checker, one, CUTS)
+            for scripted in template_replies(path):
+                _count(report, checker, scripted, CUTS)
             print(f"  {path.stem}: {dict(report.rows.get(path.stem, {}))}", flush=True)
     return report
 
 
-def _count(report: Report, checker: Checker, one: Scripted, cuts: int | None) -> None:
+def _count(report: Report, checker: Checker, scripted: Scripted, cuts: int | None) -> None:
     try:
-        fault, held = checker.fault(one, cuts)
+        fault, is_constrained = checker.fault(scripted, cuts)
     except Exception as error:
         fault = f"{type(error).__name__}: {error}"
-        held = False
-    if fault.startswith(REFUSAL) and "oneOf" in one.case.schema:
-        report.add(one.row, REFUSED)
+        is_constrained = False
+    if fault.startswith(REFUSAL) and "oneOf" in scripted.case.schema:
+        report.add(scripted.row, REFUSED)
     elif fault:
-        schema = next(name for name, case in CASES.items() if case is one.case)
-        report.add(one.row, WRONG, f"{schema}: {_exact(one.arguments)}: {fault}: {one.text!r}")
+        schema = next(name for name, case in CASES.items() if case is scripted.case)
+        report.add(
+            scripted.row,
+            WRONG,
+            f"{schema}: {_exact(scripted.arguments)}: {fault}: {scripted.text!r}",
+        )
     else:
-        report.add(one.row, READ if held else NOT_HELD)
+        report.add(scripted.row, READ if is_constrained else NOT_CONSTRAINED)

@@ -39,17 +39,17 @@ class Case(NamedTuple):
     values: Sequence[Arguments]
 
 
-def _object(properties: Mapping[str, Any], *required: str, **more: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required), **more}
+def _object(properties: Mapping[str, Any], *required: str, **keywords: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), **keywords}
 
 
 def _each(values: Sequence[Any], name: str = "k") -> list[Arguments]:
     return [{name: value} for value in values]
 
 
-def _property(schema: Mapping[str, Any], values: Sequence[Any], **more: Any) -> Case:
-    """A case of one property."""
-    return Case(_object({"k": schema}, "k", **more), _each(values))
+def _property(schema: Mapping[str, Any], values: Sequence[Any], **keywords: Any) -> Case:
+    """Return a case of one property."""
+    return Case(_object({"k": schema}, "k", **keywords), _each(values))
 
 
 MIXED: Sequence[Arguments] = (

@@ -59,14 +59,14 @@ class Report:
 
     def _stored(self) -> list[str]:
         """Return the first details of each row, cut short."""
-        kept: list[str] = []
+        stored: list[str] = []
         counts = Counter[str]()
         for detail in self.details:
             row = detail.partition(": ")[0]
             counts[row] += 1
             if counts[row] <= STORED_DETAILS:
-                kept.append(detail[:STORED_CHARACTERS])
-        return kept
+                stored.append(detail[:STORED_CHARACTERS])
+        return stored
 
     def text(self) -> str:
         """Return a table for a terminal: a line a row, with its outcomes."""

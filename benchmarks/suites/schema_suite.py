@@ -1,7 +1,7 @@
 """JSON-Schema-Test-Suite against spd's grammars: which instances a schema's grammar accepts.
 
-A valid instance is accepted where the grammar takes one of its texts: keys in any order, numbers with or
-without a fraction of zero. An invalid one has to be refused in all of its texts.
+A valid instance is accepted where the grammar takes one of its texts: keys in any order, numbers
+with or without a fraction of zero. An invalid one has to be refused in all of its texts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ BOOLEAN = "a boolean schema"
 SIBLINGS = "$ref with siblings, as in 2020-12"
 FORMAT = "format asserted"
 OLDER = ("draft4", "draft6", "draft7")
-"""Drafts in which what stands beside a `$ref` says nothing; spd reads all schemas as 2020-12 does."""
+"""Drafts in which what stands beside a `$ref` says nothing; spd reads all schemas as 2020-12
+does."""
 
 
 def suite_files(jsonschema: Path) -> Iterator[tuple[str, Path]]:
@@ -45,7 +46,9 @@ def suite_files(jsonschema: Path) -> Iterator[tuple[str, Path]]:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """Yield texts of a value: each order of an object's keys, a whole number with and without a fraction."""
+    """Yield texts of a value: each order of an object's keys, a whole number with and without a
+    fraction.
+    """
     if isinstance(value, dict):
         for order in itertools.permutations(value):
             parts = (_pairs(name, value[name]) for name in order)
@@ -109,8 +112,8 @@ def named_properties(schema: Any) -> set[str]:
         return set[str]().union(*map(named_properties, schema))
     if not isinstance(schema, dict):
         return set()
-    own = schema.get("properties")
-    names = set(own) if isinstance(own, dict) else set[str]()
+    properties = schema.get("properties")
+    names = set(properties) if isinstance(properties, dict) else set[str]()
     return names.union(*map(named_properties, schema.values()))
 
 
@@ -160,8 +163,8 @@ def _try(report: Report, acceptor: Acceptor, where: str, group: Mapping[str, Any
         valid = test["valid"]
         accepted = acceptor.takes(grammar, value)
         outcome = HELD if accepted == valid else _difference(where, schema, value, accepted)
-        what = f"{where}: {json.dumps(schema)}: {json.dumps(value)} is {_word(valid)}"
-        report.add(row, outcome, what)
+        detail = f"{where}: {json.dumps(schema)}: {json.dumps(value)} is {_word(valid)}"
+        report.add(row, outcome, detail)
 
 
 def _difference(where: str, schema: Mapping[str, Any], value: Any, accepted: bool) -> str:
@@ -182,9 +185,9 @@ def has_siblings(schema: Any) -> bool:
         return any(map(has_siblings, schema))
     if not isinstance(schema, dict):
         return False
-    beside = schema.keys() - {"$ref", "$defs", "definitions", "$comment", "$schema"}
-    own = isinstance(schema.get("$ref"), str) and bool(beside)
-    return own or any(map(has_siblings, schema.values()))
+    siblings = schema.keys() - {"$ref", "$defs", "definitions", "$comment", "$schema"}
+    has_sibling = isinstance(schema.get("$ref"), str) and bool(siblings)
+    return has_sibling or any(map(has_siblings, schema.values()))
 
 
 def _word(valid: bool) -> str:

@@ -1,7 +1,8 @@
 """llama.cpp's server tests, run as they are against `spd serve` by a `utils` module of ours.
 
-The tests are copied to a scratch folder. Assertions about llama.cpp's own model (its tokens, its build's
-name) are left out there; a test that is about what llama.cpp alone has is set aside with its reason.
+The tests are copied to a scratch folder. Assertions about llama.cpp's own model (its tokens, its
+build's name) are left out there; a test that is about what llama.cpp alone has is set aside with
+its reason.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def copy_tests(llama: Path, place: Path) -> Path:
 def takes_any_model() -> bool:
     """True if `spd serve` has an option to answer to every model's name."""
     command = [sys.executable, "-m", "spd", "serve", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "--any-model" in told.stdout
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "--any-model" in result.stdout
 
 
 def run(llama: Path, client: str) -> Report:
@@ -122,9 +123,9 @@ def run(llama: Path, client: str) -> Report:
             "SUITE_TEMPLATES": str(llama / "vendor" / "llama.cpp" / "models" / "templates"),
             "SUITE_ANY_MODEL": "1" if takes_any_model() else "0",
         }
-        wanted = [f"unit/test_{name}.py" for name in FILES]
+        test_files = [f"unit/test_{name}.py" for name in FILES]
         command = [client, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        command += ["--junitxml", str(place / "found.xml"), *wanted]
+        command += ["--junitxml", str(place / "found.xml"), *test_files]
         with (place / "log").open("wb") as log:
             subprocess.run(
                 command,
@@ -137,8 +138,10 @@ def run(llama: Path, client: str) -> Report:
             )
         if not (place / "found.xml").exists():
             raise RuntimeError((place / "log").read_text("utf-8", "replace")[-3000:])
-        known = NOT_APPLICABLE if takes_any_model() else {**NOT_APPLICABLE, **WITHOUT_NAMES}
-        count_junit(report, place / "found.xml", known)
+        not_applicable = (
+            NOT_APPLICABLE if takes_any_model() else {**NOT_APPLICABLE, **WITHOUT_NAMES}
+        )
+        count_junit(report, place / "found.xml", not_applicable)
         for path in sorted((folder / "unit").glob("test_*.py")):
             name = path.stem.removeprefix("test_")
             if name not in FILES:

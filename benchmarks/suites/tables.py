@@ -8,7 +8,7 @@ from types import MappingProxyType
 from benchmarks.suites.report import WRONG
 from benchmarks.table_forms import Result, table
 
-SHOWN: Mapping[str, str] = MappingProxyType(
+SUITE_TITLES: Mapping[str, str] = MappingProxyType(
     {
         "server-tests": "llama.cpp's server tests",
         "templates": "published templates, spd and transformers",
@@ -25,13 +25,13 @@ SHOWN: Mapping[str, str] = MappingProxyType(
 def suites(result: Result) -> str:
     """Return every suite's cases, their outcomes in words, and how many are wrong."""
     rows = []
-    for name, shown in SHOWN.items():
+    for name, title in SUITE_TITLES.items():
         if name not in result["suites"]:
             continue
         total = result["suites"][name]["total"]
         outcomes = sorted(total.items(), key=lambda pair: -pair[1])
         words = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes if outcome != WRONG)
-        rows.append([shown, f"{sum(total.values()):,}", words, f"{total.get(WRONG, 0):,}"])
+        rows.append([title, f"{sum(total.values()):,}", words, f"{total.get(WRONG, 0):,}"])
     return table(["suite", "cases", "outcomes", "wrong"], rows)
 
 

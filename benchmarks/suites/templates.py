@@ -25,13 +25,14 @@ def template_files(llama: Path) -> list[Path]:
 def renderings(source: str) -> Iterator[tuple[str, str | None, list[str]]]:
     """Yield each conversation's name, with spd's prompt and what transformers makes of it.
 
-    Arguments of calls reach transformers as objects and as texts, since templates differ in which they read.
+    Arguments of calls reach transformers as objects and as texts, since templates differ in which
+    they read.
     """
     template = ChatTemplate("", {"default": source}, SPECIAL)
     switches: list[dict[str, Any]] = [{}]
     if "enable_thinking" in source:
         switches += [{"enable_thinking": on} for on in (True, False)]
-    conversations = {**CONVERSATIONS, **{f"{name} (2)": one for name, one in EARLIER.items()}}
+    conversations = {**CONVERSATIONS, **{f"{name} (2)": turns for name, turns in EARLIER.items()}}
     for (name, messages), tools, switch in itertools.product(
         conversations.items(), (None, TOOLS), switches
     ):
@@ -48,11 +49,15 @@ def run(llama: Path) -> Report:
     """Compare every prompt of every template."""
     report = Report("templates", "templates in llama-cpp-python's sdist")
     for path in template_files(llama):
-        for where, mine, others in renderings(path.read_text(encoding="utf-8")):
-            if mine is None and not others:
+        for where, mine, transformers_prompts in renderings(path.read_text(encoding="utf-8")):
+            if mine is None and not transformers_prompts:
                 report.add(path.stem, REFUSED)
-            elif mine in others:
+            elif mine in transformers_prompts:
                 report.add(path.stem, EQUAL)
             else:
-                report.add(path.stem, WRONG, f"{where}: {mine!r} and not {others[:1]!r}"[:1500])
+                report.add(
+                    path.stem,
+                    WRONG,
+                    f"{where}: {mine!r} and not {transformers_prompts[:1]!r}"[:1500],
+                )
     return report

@@ -1,4 +1,5 @@
-"""vLLM's tests of tool parsers, run as they are over spd's `CallParser` by a `vllm` module of ours."""
+"""vLLM's tests of tool parsers, run as they are over spd's `CallParser` by a `vllm` module of
+ours."""
 
 from __future__ import annotations
 
@@ -94,9 +95,9 @@ def run(vllm: Path) -> Report:
             shutil.copytree(engine, tests / "parser" / "engine")
             (tests / "parser" / "__init__.py").touch()
         shutil.copy(Path(__file__).with_name("vllm_stub.py"), place / "vllm_stub.py")
-        wanted = [f"tests/tool_parsers/test_{name}_tool_parser.py" for name in FILES]
+        test_files = [f"tests/tool_parsers/test_{name}_tool_parser.py" for name in FILES]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "vllm_stub", "--rootdir", "."]
-        command += ["-p", "no:cacheprovider", "--junitxml", "found.xml", *wanted]
+        command += ["-p", "no:cacheprovider", "--junitxml", "found.xml", *test_files]
         paths = os.pathsep.join((str(place), str(ROOT)))
         with (place / "log").open("wb") as log:
             subprocess.run(

@@ -1,7 +1,8 @@
-"""Stands in for `vllm` where its tests of tool parsers are imported: each parser is spd's `CallParser`.
+"""Stands in for `vllm` where its tests of tool parsers are imported: each parser is spd's
+`CallParser`.
 
-A pytest plugin (`-p vllm_stub`), copied beside the tests. Names that it does not know are records that keep
-what they are made with.
+A pytest plugin (`-p vllm_stub`), copied beside the tests. Names that it does not know are records
+that keep what they are made with.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class CharacterTokenizer:
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """Return the ids of a token or of several."""
         single = isinstance(tokens, str)
-        return self.vocabulary[tokens] if single else [self.vocabulary[one] for one in tokens]
+        return self.vocabulary[tokens] if single else [self.vocabulary[token] for token in tokens]
 
     def convert_ids_to_tokens(self, ids: Iterable[int], **options: Any) -> list[str]:
         """Return the characters of ids."""
@@ -153,15 +154,15 @@ class CharacterTokenizer:
 
 def _functions(tools: Sequence[Any] | None) -> dict[str, Any]:
     """Return the schemas of a request's tools by their names."""
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     for tool in tools or ():
         function = getattr(tool, "function", None)
         function = tool if function is None else function
         if isinstance(function, dict):
             function = Record(**function)
         schema = getattr(function, "parameters", None)
-        found[function.name] = schema if isinstance(schema, dict) else {}
-    return found
+        functions[function.name] = schema if isinstance(schema, dict) else {}
+    return functions
 
 
 def parser_of(form: Form) -> type:
@@ -232,10 +233,10 @@ def form_of(name: str) -> Form | None:
     plain = name.lower().replace("_", "")
     for ending in ("toolparser", "modeltoolparser", "engine", "json", "2pro", "moe", "model"):
         plain = plain.removesuffix(ending)
-    known = {key.replace("_", ""): form for key, form in PARSERS.items()}
+    forms = {key.replace("_", ""): form for key, form in PARSERS.items()}
     for key in (plain, plain.removesuffix("engine"), plain.replace("moe", "")):
-        if key in known:
-            return FORMS[known[key]]
+        if key in forms:
+            return FORMS[forms[key]]
     return None
 
 
@@ -306,14 +307,14 @@ class Stub(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = NAMES.get(name)
-        if made is None and name.endswith("ToolParser") and name != "ToolParser":
+        value = NAMES.get(name)
+        if value is None and name.endswith("ToolParser") and name != "ToolParser":
             form = form_of(name)
-            made = Unknown if form is None else parser_of(form)
-        if made is None:
-            made = type(name, (Record,), {})
-        setattr(self, name, made)
-        return made
+            value = Unknown if form is None else parser_of(form)
+        if value is None:
+            value = type(name, (Record,), {})
+        setattr(self, name, value)
+        return value
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

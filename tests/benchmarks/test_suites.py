@@ -87,7 +87,7 @@ def test_a_reply_in_each_form_is_read(name: str, tmp_path: Path) -> None:
     )
     form = FORMS[name]
     arguments = {"k": "two words"}
-    text = replies.written(form, case.schema, arguments)
+    text = replies.call_text(form, case.schema, arguments)
     checker = replies.Checker(tmp_path)
     scripted = replies.Scripted(name, form, case, arguments, text)
     read = checker._read(scripted, Tools(scripted.functions, form), 5)

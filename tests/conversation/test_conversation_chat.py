@@ -27,13 +27,13 @@ WEATHER = {"name": "get_weather", "description": "Tell the weather", "parameters
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The demo, with its drafts."""
-    one = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=512, threads=1))
-    yield one
-    one.close()
+    """Yield the demo, with its drafts."""
+    demo = Engine(EngineConfig(model=demo_folder(), slots=2, ctx=512, threads=1))
+    yield demo
+    demo.close()
 
 
-def test_the_example_in_the_docstring() -> None:
+def test_the_example_in_the_docstring_runs() -> None:
     result = doctest.testmod(spd.conversation.chat)
     assert result.attempted == 3
     assert result.failed == 0
@@ -67,8 +67,8 @@ def test_a_call_keeps_its_schema_and_the_chat_goes_on_behind_it(engine: Engine) 
     (call,) = reply.calls
     assert call.name == "get_weather"
     assert json.loads(call.text)["city"] in ("Rome", "Oslo")
-    (shown,) = reply.message["tool_calls"]
-    assert shown["id"] == call.id
+    (message_call,) = reply.message["tool_calls"]
+    assert message_call["id"] == call.id
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     following = spd.chat(engine, [QUESTION, reply.message, result], temperature=0, max_tokens=4)
     assert following.metrics.prompt_tokens > reply.metrics.prompt_tokens
@@ -92,7 +92,7 @@ def test_an_answer_keeps_a_schema(engine: Engine) -> None:
         ([QUESTION], {"schema": {"type": "objekt"}}, "schema"),
     ],
 )
-def test_what_is_refused(
+def test_wrong_options_and_messages_are_refused(
     engine: Engine, messages: list[dict[str, Any]], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):

@@ -38,7 +38,7 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 
 @dataclass
 class Served:
-    """A server and how to ask it."""
+    """A server and a plain client of it."""
 
     service: Service
     port: int
@@ -47,7 +47,7 @@ class Served:
     def send(
         self, method: str, path: str, body: Any = None, headers: Any = None
     ) -> tuple[int, Any]:
-        """Status and JSON, or text where it is none."""
+        """Return the status and the JSON of an answer, or its text if it is no JSON."""
         data = body if isinstance(body, bytes | str | None) else json.dumps(body)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
@@ -62,22 +62,22 @@ class Served:
             return response.status, text
 
     def ask(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Any:
-        """The answer to what has to succeed."""
+        """Return the answer to a request that has to succeed."""
         status, answer = self.send("POST", path, body, headers)
         assert status == 200, answer
         return answer
 
     def chat(self, content: str = QUESTION, **fields: Any) -> dict[str, Any]:
-        """A chat completion that has to succeed."""
+        """Return a chat completion that has to succeed."""
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 16, **fields}
         return self.ask("/v1/chat/completions", body)
 
     def say(self, **fields: Any) -> str:
-        """The text of the first choice of such a completion, which is greedy."""
+        """Return the text of the first choice of such a completion, which is greedy."""
         return self.chat(temperature=0, **fields)["choices"][0]["message"]["content"]
 
     def stream(self, path: str = "/v1/chat/completions", **fields: Any) -> list[Any]:
-        """The events of a streamed completion."""
+        """Return the events of a streamed completion."""
         body = {"max_tokens": 16, **fields, "stream": True}
         if "chat" in path:
             body.setdefault("messages", MESSAGES)
@@ -88,9 +88,11 @@ class Served:
         return [json.loads(event) for event in events]
 
     def named_events(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream of another API, each of which is named as it says itself."""
-        told = self.ask(path, {**body, "stream": True}).split("\n\n")
-        lines = [event.split("\n") for event in told if event]
+        """Return the events of a stream of another API, each of which is named as it says
+        itself.
+        """
+        stream = self.ask(path, {**body, "stream": True}).split("\n\n")
+        lines = [event.split("\n") for event in stream if event]
         events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
         assert [name.removeprefix("event: ") for name, _ in lines] == [
             event["type"] for event in events
@@ -100,9 +102,9 @@ class Served:
 
 @contextmanager
 def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Iterator[Served]:
-    """A server of the demo."""
-    wanted = ServeOptions(concurrency=SLOTS, threads=1, api_key=key, **options)
-    settings = plan_settings(wanted.to_generate_options())
+    """Yield a server of the demo."""
+    serve_options = ServeOptions(concurrency=SLOTS, threads=1, api_key=key, **options)
+    settings = plan_settings(serve_options.to_generate_options())
 
     def load(progress: Any) -> Any:
         from spd.runtime import Engine
@@ -113,7 +115,7 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
     thread.start()
     service = Service(settings, ["demo"], thread, waiting=waiting, report=write_stderr_line)
     listener = listen("127.0.0.1", 0)
-    server = Server(service, wanted.to_server_options(Path()))
+    server = Server(service, serve_options.to_server_options(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
     try:
@@ -131,13 +133,13 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """One server for a file's tests; it drafts however busy the machine is."""
-    with serving(adaptive=False) as one:
-        yield one
+    with serving(adaptive=False) as server:
+        yield server
 
 
 @contextmanager
 def connected(port: int) -> Iterator[socket.socket]:
-    """A bare connection."""
+    """Yield a bare connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         yield connection
 
@@ -153,7 +155,9 @@ TEMPLATE = (
 
 
 class Scripted:
-    """An engine thread that answers each request with the next text of a script, in small pieces."""
+    """An engine thread that answers each request with the next text of a script, in small
+    pieces.
+    """
 
     def __init__(self, served: Served, texts: list[str], reason: str = "stop") -> None:
         self.texts = texts
@@ -163,7 +167,7 @@ class Scripted:
         self._tokenizer = served.service.settings.vocabulary.need_tokenizer()
 
     def submit(self, request: Any, listener: Any) -> None:
-        """Answer at once."""
+        """Send the next text of the script to the listener at once."""
         self.requests.append(request)
         text = self.texts.pop(0)
         for at in range(0, len(text), 5):
@@ -173,21 +177,22 @@ class Scripted:
 
     @property
     def prompts(self) -> list[str]:
-        """What each request made the model read."""
+        """Return the rendered prompt of each request."""
         return [
-            self._tokenizer.decode(each.prompt_ids, skip_special=False) for each in self.requests
+            self._tokenizer.decode(request.prompt_ids, skip_special=False)
+            for request in self.requests
         ]
 
     def metrics(self, name: str) -> RequestMetrics:
-        """Of any request."""
+        """Return the same counters for any request."""
         return RequestMetrics(prompt_tokens=9, cached_tokens=4, completion_tokens=7)
 
     def end(self, name: str) -> None:
-        """Nothing runs."""
+        """Do nothing: no request runs."""
 
 
 def is_allowed(compiler: GrammarCompiler, grammar: Any, ids: list[int]) -> bool:
-    """Whether a grammar takes a whole text."""
+    """True if a grammar accepts a complete text."""
     matcher = compiler.compile(grammar, (258,))
     with suppress(GrammarError):
         for token in ids:
@@ -200,12 +205,12 @@ def is_allowed(compiler: GrammarCompiler, grammar: Any, ids: list[int]) -> bool:
 def scripted(
     served: Served, *texts: str, reason: str = "stop", template: str = TEMPLATE
 ) -> Iterator[Scripted]:
-    """A server whose model thinks, knows tools and says these texts."""
+    """Yield a server whose model thinks, knows tools and says these texts."""
     service = served.service
     script = Scripted(served, list(texts), reason)
     before = service.settings, service.thread
-    own = ChatTemplate("test", {"default": template}, {})
-    vocabulary = dataclasses.replace(service.settings.vocabulary, template=own)
+    chat_template = ChatTemplate("test", {"default": template}, {})
+    vocabulary = dataclasses.replace(service.settings.vocabulary, template=chat_template)
     service.settings = dataclasses.replace(service.settings, vocabulary=vocabulary)
     service.thread = cast(EngineThread, script)
     try:

@@ -1,4 +1,5 @@
-"""Conversations as clients send them again, in the bodies of three APIs, and templates of published kinds."""
+"""Conversations as clients send them again, in the bodies of three APIs, and templates of
+published kinds."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ARGUMENTS: tuple[Any, ...] = (
     {"path": "a"},
     [1],
 )
-"""Arguments of past calls: whole, empty, cut by a limit, no object, not even JSON, an object itself."""
+"""Arguments of past calls: whole, empty, cut by a limit, no object, not even JSON, an object
+itself."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def _assistant(draw: random.Random, words: Any, calls: bool) -> list[Turn]:
     kind = draw.choice(("text", "text", "nothing", "thought", "refusal", "calls", "calls"))
     thought = next(words) if draw.random() < 0.4 or kind == "thought" else ""
     if kind == "calls" and calls:
-        made = tuple(
+        turns = tuple(
             Call(
                 draw.choice(("read", "functions.read", "a b", "n" * 90)),
                 draw.choice(ARGUMENTS),
@@ -88,7 +90,7 @@ def _assistant(draw: random.Random, words: Any, calls: bool) -> list[Turn]:
             )
             for number in range(draw.choice((1, 1, 2, 3)))
         )
-        turn = Turn("assistant", draw.choice((None, "", next(words))), thought, calls=made)
+        turn = Turn("assistant", draw.choice((None, "", next(words))), thought, calls=turns)
         return [turn, *([Turn("assistant", next(words))] * (draw.random() < 0.5))]
     if kind in ("nothing", "thought", "calls"):
         return [Turn("assistant", draw.choice((None, "")), thought)]
@@ -187,7 +189,9 @@ _END = "<|im_end|>\n"
 
 
 def _turns(calls: str, check: str = "", content: str = "{{ m.content }}") -> str:
-    """Return a template of turns; check: what stands before each, calls: what follows its content."""
+    """Return a template of turns; check: what stands before each, calls: what follows its
+    content.
+    """
     turn = f"<|im_start|>{{{{ m.role }}}}\n{content}{calls}{_END}"
     return f"{{% for m in messages %}}{check}{turn}{{% endfor %}}{_REPLY}"
 

@@ -1,4 +1,5 @@
-"""Each path answers in the API's form with the text of the engine alone, also under load and faults."""
+"""Each path answers in the API's form with the text of the engine alone, also under load and
+faults."""
 
 from __future__ import annotations
 
@@ -26,16 +27,16 @@ from tests.server.conftest import MESSAGES, QUESTION, SLOTS, Served, connected, 
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """What an engine of one slot, without speculation, says to messages."""
+    """Yield a function that returns the reply of an engine with one slot and no speculation."""
     settings = plan_settings(
         ServeOptions(concurrency=1, threads=1, spec="off").to_generate_options()
     )
     engine = Engine(settings.config)
 
     def say(content: str, **params: Any) -> str:
-        asked = Prompt(messages=({"role": "user", "content": content},), variables={})
-        wanted = SamplingParams(**{"temperature": 0.7, **params})
-        request, _ = settings.prepare("x", asked, wanted)
+        prompt = Prompt(messages=({"role": "user", "content": content},), variables={})
+        sampling = SamplingParams(**{"temperature": 0.7, **params})
+        request, _ = settings.prepare("x", prompt, sampling)
         return engine.generate([request])[0].text
 
     yield say
@@ -43,15 +44,17 @@ def alone() -> Any:
 
 
 def test_many_clients_get_the_text_that_one_engine_gives_alone(served: Served, alone: Any) -> None:
-    """Eight at once over four slots, streamed and whole, with and without drafts, while others leave."""
-    found: dict[tuple[int, bool], str] = {}
+    """Eight at once over four slots, streamed and whole, with and without drafts, while others
+    leave.
+    """
+    texts: dict[tuple[int, bool], str] = {}
 
-    def wanted(seed: int) -> dict[str, Any]:
+    def sampling_fields(seed: int) -> dict[str, Any]:
         return {"seed": seed, "max_tokens": 40 + seed, "temperature": 0.8 * (seed % 8 < 4)}
 
     def ask(seed: int, stream: bool) -> None:
         speculative = [{"draft_max": 1}, {"spec": "off"}, {}, {"draft_max": 3}][seed % 4]
-        fields = {"speculative": speculative, **wanted(seed)}
+        fields = {"speculative": speculative, **sampling_fields(seed)}
         if stream:
             messages = [{"role": "user", "content": f"Explain example {seed}."}]
             events = served.stream(messages=messages, **fields)
@@ -60,10 +63,10 @@ def test_many_clients_get_the_text_that_one_engine_gives_alone(served: Served, a
             text = served.chat(f"Explain example {seed}.", **fields)["choices"][0]["message"][
                 "content"
             ]
-        found[seed, stream] = text
+        texts[seed, stream] = text
 
     def leave(seed: int) -> None:
-        """Ask for a long text, and go when it begins."""
+        """Request a long text, and disconnect when it begins."""
         body = json.dumps({"messages": MESSAGES, "max_tokens": 2000, "seed": seed, "stream": True})
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         with connected(served.port) as connection:
@@ -71,15 +74,15 @@ def test_many_clients_get_the_text_that_one_engine_gives_alone(served: Served, a
             connection.recv(300)
 
     with ThreadPoolExecutor(22) as pool:
-        asked = [pool.submit(ask, seed, stream) for seed in range(8) for stream in (True, False)]
-        asked += [pool.submit(leave, seed) for seed in range(6)]
-    assert all(one.result() is None for one in asked)
+        futures = [pool.submit(ask, seed, stream) for seed in range(8) for stream in (True, False)]
+        futures += [pool.submit(leave, seed) for seed in range(6)]
+    assert all(future.result() is None for future in futures)
     for seed in range(8):
-        text = alone(f"Explain example {seed}.", **wanted(seed))
-        assert found[seed, True] == found[seed, False] == text
+        text = alone(f"Explain example {seed}.", **sampling_fields(seed))
+        assert texts[seed, True] == texts[seed, False] == text
 
 
-def test_a_whole_answer_and_the_stream_of_one(served) -> None:
+def test_a_complete_answer_and_its_stream_agree(served) -> None:
     answer = served.chat(temperature=0, max_tokens=20, n=2, logprobs=True, top_logprobs=3)
     assert answer["object"] == "chat.completion" and answer["model"] == "demo"
     first, second = answer["choices"]
@@ -95,21 +98,25 @@ def test_a_whole_answer_and_the_stream_of_one(served) -> None:
     assert all({"token", "bytes", "logprob", "top_logprobs"} <= set(entry) for entry in entries)
     assert b"".join(bytes(e["bytes"]) for e in entries).decode() == first["message"]["content"]
     fields = {"seed": 5, "temperature": 0.8, "max_tokens": 30, "n": 2, "logprobs": True}
-    whole = served.chat(**fields)
+    reply = served.chat(**fields)
     events = served.stream(**fields, stream_options={"include_usage": True})
     assert all(event["usage"] is None for event in events[:-1])
     assert events[-1]["choices"] == [] and events[-1]["usage"] | {"x": 0} != {"x": 0}
     for field in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert events[-1]["usage"][field] == whole["usage"][field]
-    for choice in whole["choices"]:
-        own = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]]
-        assert own[0]["delta"] == {"role": "assistant", "content": ""}
-        said = "".join(one["delta"].get("content", "") for one in own)
-        assert said == choice["message"]["content"]
-        entries = [entry for one in own if one["logprobs"] for entry in one["logprobs"]["content"]]
+        assert events[-1]["usage"][field] == reply["usage"][field]
+    for choice in reply["choices"]:
+        chunks = [
+            e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]
+        ]
+        assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+        assert text == choice["message"]["content"]
+        entries = [
+            entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]
+        ]
         assert entries == choice["logprobs"]["content"]
-        assert own[-1]["finish_reason"] == choice["finish_reason"]
-    first, second = whole["choices"]  # each has a seed of its own, derived from the first one's
+        assert chunks[-1]["finish_reason"] == choice["finish_reason"]
+    first, second = reply["choices"]  # each has a seed of its own, derived from the first one's
     assert first["message"] != second["message"]
 
 
@@ -123,7 +130,7 @@ def test_stop_bias_and_limits_reach_the_engine(served: Served) -> None:
     assert served.say(max_tokens=4, logit_bias={str(token): 100}) == " the" * 4
 
 
-def test_completions(served: Served) -> None:
+def test_completions_continue_raw_prompts(served: Served) -> None:
     fields = {"max_tokens": 6, "temperature": 0}
     answer = served.ask("/v1/completions", {"prompt": ["def read(", "import "], **fields})
     assert answer["object"] == "text_completion" and len(answer["choices"]) == 2
@@ -136,7 +143,7 @@ def test_completions(served: Served) -> None:
     assert len(choice["logprobs"]["top_logprobs"][0]) == 2
 
 
-def test_structured_output(served: Served) -> None:
+def test_structured_output_fits_its_schema(served: Served) -> None:
     kinds = {"ok": {"type": "boolean"}, "n": {"enum": [1, 22]}}
     schema = {
         "type": "object",
@@ -144,17 +151,19 @@ def test_structured_output(served: Served) -> None:
         "required": ["ok", "n"],
         "additionalProperties": False,
     }
-    wanted = {
+    response_format = {
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": schema, "strict": True},
     }
-    said = served.chat(response_format=wanted, max_tokens=60)["choices"][0]
-    value = json.loads(said["message"]["content"])
+    choice = served.chat(response_format=response_format, max_tokens=60)["choices"][0]
+    value = json.loads(choice["message"]["content"])
     assert (
-        isinstance(value["ok"], bool) and value["n"] in (1, 22) and said["finish_reason"] == "stop"
+        isinstance(value["ok"], bool)
+        and value["n"] in (1, 22)
+        and choice["finish_reason"] == "stop"
     )
-    wanted["json_schema"] = {"name": "x", "schema": {"type": 3}}
-    body = {"messages": MESSAGES, "response_format": wanted}
+    response_format["json_schema"] = {"name": "x", "schema": {"type": 3}}
+    body = {"messages": MESSAGES, "response_format": response_format}
     refused = served.send("POST", "/v1/chat/completions", body)
     assert refused[0] == 400 and refused[1]["error"]["code"] == "grammar"
 
@@ -176,8 +185,8 @@ TOOLS = [
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_time"}}]
 )
-def test_calls_that_have_to_come(served: Served, choice: Any) -> None:
-    """Streamed as they are whole."""
+def test_required_calls_fit_their_schema(served: Served, choice: Any) -> None:
+    """A stream gives the same calls as one body."""
     fields = {
         "tools": TOOLS,
         "tool_choice": choice,
@@ -185,21 +194,25 @@ def test_calls_that_have_to_come(served: Served, choice: Any) -> None:
         "parallel_tool_calls": False,
     }
     for seed in range(3):
-        said = served.chat(seed=seed, **fields)["choices"][0]
-        (call,) = (each["function"] for each in said["message"]["tool_calls"])
-        assert said["message"]["content"] is None and list(json.loads(call["arguments"])) == [
+        reply = served.chat(seed=seed, **fields)["choices"][0]
+        (call,) = (tool_call["function"] for tool_call in reply["message"]["tool_calls"])
+        assert reply["message"]["content"] is None and list(json.loads(call["arguments"])) == [
             "city"
         ]
         assert call["name"] in (
             ("get_weather", "get_time") if choice == "required" else ("get_time",)
         )
-        assert said["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+        assert reply["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
         deltas = [event["choices"][0] for event in served.stream(seed=seed, **fields)]
-        pieces = [each["function"] for one in deltas for each in one["delta"].get("tool_calls", ())]
+        pieces = [
+            tool_call["function"]
+            for chunk in deltas
+            for tool_call in chunk["delta"].get("tool_calls", ())
+        ]
         assert [piece["name"] for piece in pieces if "name" in piece] == [call["name"]]
         assert "".join(piece["arguments"] for piece in pieces) == call["arguments"]
-        assert not any(one["delta"].get("content") for one in deltas)
-        assert deltas[-1]["finish_reason"] == said["finish_reason"]
+        assert not any(chunk["delta"].get("content") for chunk in deltas)
+        assert deltas[-1]["finish_reason"] == reply["finish_reason"]
 
 
 def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) -> None:
@@ -211,7 +224,7 @@ def test_a_template_without_tools_refuses_calls_that_may_come(served: Served) ->
     assert served.say(tools=[]) and served.say(tools=TOOLS, tool_choice="none")
 
 
-def test_other_paths_and_what_is_cached(served) -> None:
+def test_other_paths_answer_and_prefixes_are_cached(served) -> None:
     assert served.send("GET", "/health")[1]["status"] == "ok"
     assert served.send("GET", "/v1/models")[1]["data"][0]["id"] == "demo"
     assert [served.send("GET", f"/v1/models/{name}")[0] for name in ("demo", "other")] == [200, 404]
@@ -219,9 +232,14 @@ def test_other_paths_and_what_is_cached(served) -> None:
     text = served.ask("/detokenize", {"tokens": ids})["prompt"]
     assert text == f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
     figures = served.send("GET", "/metrics")[1]
-    named = dict(line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#"))
-    assert int(named["spd_generation_tokens_total"]) > 100 and named["spd_requests_running"] == "0"
-    assert int(named['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
+    counters = dict(
+        line.rsplit(" ", 1) for line in figures.splitlines() if not line.startswith("#")
+    )
+    assert (
+        int(counters["spd_generation_tokens_total"]) > 100
+        and counters["spd_requests_running"] == "0"
+    )
+    assert int(counters['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
     system = {"role": "system", "content": "Be exact about every function. " * 30}
     first, second = (
         served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2)
@@ -232,9 +250,9 @@ def test_other_paths_and_what_is_cached(served) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Served]:
-    """A server in which two may wait, and that wants a key."""
-    with serving(waiting=2, key="secret") as one:
-        yield one
+    """Yield a server in which two may wait, and that wants a key."""
+    with serving(waiting=2, key="secret") as server:
+        yield server
 
 
 KEY = {"Authorization": "Bearer secret"}
@@ -242,13 +260,15 @@ CHAT = "/v1/chat/completions"
 
 
 def head(length: int) -> bytes:
-    """The head of a request whose body is so long."""
+    """Return the head of a request with a body of `length` bytes."""
     lines = f"POST {CHAT} HTTP/1.1", "Host: localhost", f"Content-Length: {length}"
     return "\r\n".join((*lines, "Authorization: Bearer secret", "", "")).encode()
 
 
 def begin(served: Served, tokens: int = 3000, **fields: Any) -> http.client.HTTPConnection:
-    """A request that is answered for long; a stream's head has come, and what follows is not read."""
+    """Return a request that is answered for long; a stream's head has come, and what follows is
+    not read.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     body = {
         "messages": MESSAGES,
@@ -269,44 +289,44 @@ def settle(served: Served) -> float:
     return time.monotonic() - began
 
 
-def test_a_key_is_wanted(small: Served) -> None:
+def test_a_key_is_required(small: Served) -> None:
     for key in ("Bearer wrong", "secret", None):
-        found, answer = small.send(
+        status, answer = small.send(
             "GET", "/v1/models", None, {"Authorization": key} if key else None
         )
-        assert (found, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
     assert small.send("GET", "/v1/models", None, KEY)[0] == small.send("GET", "/health")[0] == 200
 
 
 def test_a_full_queue_says_when_to_come_again(small: Served) -> None:
-    open_ones = [begin(small) for _ in range(SLOTS + 2)]
+    connections = [begin(small) for _ in range(SLOTS + 2)]
     response = begin(small, stream=False).getresponse()
     assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
     assert json.loads(response.read())["error"]["type"] == "rate_limit_error"
-    for one in open_ones:
-        one.close()
+    for connection in connections:
+        connection.close()
     settle(small)
     small.ask(CHAT, {"messages": MESSAGES, "max_tokens": 2}, KEY)
 
 
 def test_leaving_frees_a_slot_within_a_round(small: Served) -> None:
     """All slots are taken by texts of thousands of tokens; one that leaves makes room at once."""
-    open_ones = [begin(small) for _ in range(SLOTS)]
-    waiting: list[Any] = []
-    asked = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
-    asking = threading.Thread(target=lambda: waiting.append(small.ask(*asked)))
-    asking.start()
+    connections = [begin(small) for _ in range(SLOTS)]
+    answers: list[Any] = []
+    request = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
+    client = threading.Thread(target=lambda: answers.append(small.ask(*request)))
+    client.start()
     time.sleep(0.3)
-    assert not waiting
-    open_ones.pop().close()
-    asking.join(5)
-    assert waiting
-    whole = begin(small, stream=False)
+    assert not answers
+    connections.pop().close()
+    client.join(5)
+    assert answers
+    unstreamed = begin(small, stream=False)
     wait_until(
         lambda: small.service.open_requests == SLOTS
     )  # one leaves before its answer is whole
-    for one in (*open_ones, whole):
-        one.close()
+    for connection in (*connections, unstreamed):
+        connection.close()
     assert settle(small) < 5
 
 
@@ -333,20 +353,20 @@ def test_a_client_that_takes_nothing_is_left(
     assert small.service.counters['requests_total{reason="abort"}'] == before + 1
 
 
-def test_slow_bodies_and_heads(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_bodies_and_heads_are_ended(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "BODY_SECONDS", 0.3)
     monkeypatch.setattr(run, "HEADER_SECONDS", 0.3)
-    for sent, said in (
+    for sent, expected in (
         (head(9) + b"{", b"HTTP/1.1 408"),
         (b"GET / HTTP/1.1\r\nHost: lo", b""),
         (b"", b""),
     ):
         with connected(small.port) as connection:
             connection.sendall(sent)
-            assert connection.recv(1000)[: len(said) or 1] == said
+            assert connection.recv(1000)[: len(expected) or 1] == expected
 
 
-def test_one_fault_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_request_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that the engine breaks on, though its check let it through: the others go on."""
     add = small.service.engine.add
 
@@ -372,34 +392,38 @@ def test_one_fault_ends_no_other(small: Served, monkeypatch: pytest.MonkeyPatch)
 def test_many_prompts_at_once_take_few_threads(
     small: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each thread has memory of its own that the allocator keeps: 13 MiB where it encoded a long prompt."""
-    used = set[int]()
+    """Each thread has memory of its own that the allocator keeps: 13 MiB where it encoded a long
+    prompt.
+    """
+    thread_ids = set[int]()
     prepare = small.service.prepare
 
-    def slowly(wish: Any) -> Any:
-        used.add(threading.get_ident())
+    def slowly(generation: Any) -> Any:
+        thread_ids.add(threading.get_ident())
         time.sleep(0.1)  # so that all the others come meanwhile
-        return prepare(wish)
+        return prepare(generation)
 
     monkeypatch.setattr(small.service, "prepare", slowly)
-    asked = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
+    request = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
     with ThreadPoolExecutor(SLOTS + 2) as pool:
-        assert all(pool.map(lambda _: small.ask(*asked), range(SLOTS + 2)))
-    assert len(used) == run.PREPARE_THREADS
+        assert all(pool.map(lambda _: small.ask(*request), range(SLOTS + 2)))
+    assert len(thread_ids) == run.PREPARE_THREADS
 
 
 def test_a_client_of_the_socket_keeps_a_server_from_being_idle() -> None:
-    with serving(idle=0.3) as one:
-        clients: Any = one.service.clients
+    with serving(idle=0.3) as served:
+        clients: Any = served.service.clients
         clients.add("a connection")
         time.sleep(1.0)
-        assert not one.server.should_exit
+        assert not served.server.should_exit
         clients.clear()
-        wait_until(lambda: one.server.should_exit)
+        wait_until(lambda: served.server.should_exit)
 
 
-def test_packed_bodies_and_two_lengths(served: Served) -> None:
-    """Refused by name; behind two lengths the connection is closed, for the next request is not sure."""
+def test_compressed_bodies_and_two_lengths_are_refused(served: Served) -> None:
+    """The encoding is named; behind two lengths the connection closes, for the body's end is not
+    sure.
+    """
     status, answer = served.send(
         "POST", "/v1/completions", b"\x1f\x8b", {"Content-Encoding": "gzip"}
     )
@@ -413,12 +437,14 @@ def test_packed_bodies_and_two_lengths(served: Served) -> None:
     with connected(served.port) as connection:
         connection.sendall(head.encode())
         data = b""
-        while more := connection.recv(4096):
-            data += more
+        while chunk := connection.recv(4096):
+            data += chunk
     assert data.startswith(b"HTTP/1.1 400") and b"ambiguous_length" in data
 
 
-def test_other_names_of_the_model(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_names_of_the_model_are_accepted(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {"prompt": "x", "max_tokens": 1}
     path = "/v1/completions"
     assert served.send("POST", path, {**body, "model": "small"})[0] == 404

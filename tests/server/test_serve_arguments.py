@@ -1,4 +1,5 @@
-"""Arguments of every kind of schema in every form: held as the schema says, and read with its types."""
+"""Arguments of every kind of schema in every form: held as the schema says, and read with its
+types."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from spd.runtime.engine.json_schema import Json, JsonObject
 from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.every_template import split_reply
 from tests.server.conftest import is_allowed
-from tests.server.test_serve_calls import replies, takes
+from tests.server.test_serve_calls import is_accepted, read_reply
 
 TEXT = {"type": "string"}
 INTEGER = {"type": "integer"}
@@ -30,33 +31,33 @@ TAGS = [name for name in PAIRS if FORMS[name].pairs.style == "tags"]
 Values = list[dict[str, Any]]
 
 
-def keys(**properties: Any) -> dict[str, Any]:
+def object_schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
 
-def one(schema: Any, **others: Any) -> dict[str, Any]:
+def one_property(schema: Any, **keywords: Any) -> dict[str, Any]:
     """Return a function's schema with one argument, `a`."""
-    return {**keys(a=schema), **others}
+    return {**object_schema(a=schema), **keywords}
 
 
-def each(*values: Any) -> Values:
+def calls_with(*values: Any) -> Values:
     return [{"a": value} for value in values]
 
 
-DEFS = {"$defs": {"S": TEXT, "A": keys(k=TEXT, n=INTEGER)}}
-NODE = keys(v=INTEGER, kids={"type": "array", "items": {"$ref": "#/$defs/T"}})
+DEFS = {"$defs": {"S": TEXT, "A": object_schema(k=TEXT, n=INTEGER)}}
+NODE = object_schema(v=INTEGER, kids={"type": "array", "items": {"$ref": "#/$defs/T"}})
 TREE = {"$ref": "#/$defs/T", "$defs": {"T": NODE}, "type": "object"}
 TEXTS = ["Paris", "4", "true", '{"k": 1}', "a\nb", '"quoted"', "-"]
 SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
     "nothing said": ({"type": "object"}, [{}, {"k": "v"}, {"k": 1, "j": [True]}], []),
-    "nothing listed": (keys(), [{}], [{"k": "v"}]),
+    "nothing listed": (object_schema(), [{}], [{"k": "v"}]),
     "additionalProperties": (
         {"type": "object", "additionalProperties": TEXT},
         [{"k": "v"}, {"k": "4", "j": "true"}],
         [],
     ),
     "additional integers": (
-        {**keys(a=TEXT), "additionalProperties": INTEGER},
+        {**object_schema(a=TEXT), "additionalProperties": INTEGER},
         [{"a": "4"}, {"a": "x", "k": 4}, {"k": 4, "kk": 5}],
         [{"k": "v"}],
     ),
@@ -76,7 +77,10 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
         [{"z": 1}, {"n": "v"}],
     ),
     "allOf": (
-        {"type": "object", "allOf": [keys(k=TEXT), {**keys(n=INTEGER), "required": ["n"]}]},
+        {
+            "type": "object",
+            "allOf": [object_schema(k=TEXT), {**object_schema(n=INTEGER), "required": ["n"]}],
+        },
         [{"k": "4", "n": 1}, {"n": 1}],
         [{"k": "v"}, {"n": 1, "z": 1}],
     ),
@@ -84,71 +88,101 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
         {
             "type": "object",
             "anyOf": [
-                {**keys(k=TEXT), "required": ["k"]},
-                {**keys(n=INTEGER), "required": ["n"]},
+                {**object_schema(k=TEXT), "required": ["k"]},
+                {**object_schema(n=INTEGER), "required": ["n"]},
             ],
         },
         [{"k": "4"}, {"n": 4}],
         [{}, {"z": 1}],
     ),
     "required alone": (
-        {**keys(a=TEXT, b=INTEGER), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {**object_schema(a=TEXT, b=INTEGER), "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         [{"a": "4"}, {"b": 4}, {"a": "x", "b": 4}],
         [{}],
     ),
-    "required, not listed": ({**keys(a=TEXT), "required": ["k"]}, [{"a": "4", "k": 4}], [{}]),
+    "required, not listed": (
+        {**object_schema(a=TEXT), "required": ["k"]},
+        [{"a": "4", "k": 4}],
+        [{}],
+    ),
     "a tree": (TREE, [{"v": 1, "kids": [{"v": 2}]}], [{"v": "x"}, {"z": 1}]),
-    "optional text": (one(OPTIONAL), each(*TEXTS, None), []),
-    "list of types": (one({"type": ["string", "null"]}), each(*TEXTS, None), []),
-    "$ref to a text": (one({"$ref": "#/$defs/S"}, **DEFS), each(*TEXTS, "null"), []),
-    "text or number": (one({"type": ["string", "number"]}), each("x", 4, 4.5, '{"k": 1}'), []),
-    "text or object": (one({"anyOf": [TEXT, keys(k=INTEGER)]}), each("x", "4", {"k": 1}), []),
-    "anything": (one({}), each("x", 4, {"k": [None]}, True), []),
-    "described": (one({"description": "d"}), each("x", 4), []),
-    "enum": (one({"enum": ["Paris", "4"]}), each("Paris", "4"), each("x")),
-    "enum of all kinds": (one({"enum": ["x", 5, None, True]}), each("x", 5, None, True), each(6)),
+    "optional text": (one_property(OPTIONAL), calls_with(*TEXTS, None), []),
+    "list of types": (one_property({"type": ["string", "null"]}), calls_with(*TEXTS, None), []),
+    "$ref to a text": (one_property({"$ref": "#/$defs/S"}, **DEFS), calls_with(*TEXTS, "null"), []),
+    "text or number": (
+        one_property({"type": ["string", "number"]}),
+        calls_with("x", 4, 4.5, '{"k": 1}'),
+        [],
+    ),
+    "text or object": (
+        one_property({"anyOf": [TEXT, object_schema(k=INTEGER)]}),
+        calls_with("x", "4", {"k": 1}),
+        [],
+    ),
+    "anything": (one_property({}), calls_with("x", 4, {"k": [None]}, True), []),
+    "described": (one_property({"description": "d"}), calls_with("x", 4), []),
+    "enum": (one_property({"enum": ["Paris", "4"]}), calls_with("Paris", "4"), calls_with("x")),
+    "enum of all kinds": (
+        one_property({"enum": ["x", 5, None, True]}),
+        calls_with("x", 5, None, True),
+        calls_with(6),
+    ),
     "optional enum": (
-        one({"anyOf": [{"enum": ["x", "4"]}, NULL]}),
-        each("x", "4", None),
-        each("y", 5),
+        one_property({"anyOf": [{"enum": ["x", "4"]}, NULL]}),
+        calls_with("x", "4", None),
+        calls_with("y", 5),
     ),
-    "const": (one({"const": "4"}), each("4"), each("5")),
-    "pattern": (one({**TEXT, "pattern": "^[a-z]+/\\d$"}), each("ab/4"), each("ab/", "4")),
-    "pattern anywhere": (one({**TEXT, "pattern": "b|c$"}), each("abd", "xc"), each("cx")),
+    "const": (one_property({"const": "4"}), calls_with("4"), calls_with("5")),
+    "pattern": (
+        one_property({**TEXT, "pattern": "^[a-z]+/\\d$"}),
+        calls_with("ab/4"),
+        calls_with("ab/", "4"),
+    ),
+    "pattern anywhere": (
+        one_property({**TEXT, "pattern": "b|c$"}),
+        calls_with("abd", "xc"),
+        calls_with("cx"),
+    ),
     "pattern and length": (
-        one({**TEXT, "pattern": "^a", "maxLength": 3}),
-        each("a", "abc"),
-        each("b", "abcd"),
+        one_property({**TEXT, "pattern": "^a", "maxLength": 3}),
+        calls_with("a", "abc"),
+        calls_with("b", "abcd"),
     ),
-    "length": (one({**TEXT, "minLength": 2, "maxLength": 3}), each("ab", "4.5"), each("a", "abcd")),
+    "length": (
+        one_property({**TEXT, "minLength": 2, "maxLength": 3}),
+        calls_with("ab", "4.5"),
+        calls_with("a", "abcd"),
+    ),
     "optional pattern": (
-        one({"anyOf": [{**TEXT, "pattern": "^[a-c]+$"}, INTEGER]}),
-        each("ab", 4),
-        each("xy"),
+        one_property({"anyOf": [{**TEXT, "pattern": "^[a-c]+$"}, INTEGER]}),
+        calls_with("ab", 4),
+        calls_with("xy"),
     ),
-    "bounds": (one({**INTEGER, "minimum": 3, "maximum": 5}), each(4), each(6)),
+    "bounds": (one_property({**INTEGER, "minimum": 3, "maximum": 5}), calls_with(4), calls_with(6)),
     "two texts": (
-        {**keys(a=TEXT, b={"anyOf": [NULL, TEXT]}), "required": ["a", "b"]},
+        {**object_schema(a=TEXT, b={"anyOf": [NULL, TEXT]}), "required": ["a", "b"]},
         [{"a": "1", "b": None}, {"a": "\n", "b": "2"}],
         [{"a": "1"}],
     ),
     "objects in objects": (
-        one(keys(Zeit=INTEGER, b={"type": "array", "items": keys(c=TEXT, d=TEXT)})),
-        each({"Zeit": 1, "b": [{"c": "4", "d": "}]"}, {"c": "true"}]}, {"b": []}, {}),
-        each({"b": [{"c": 4}]}, {"Zeit": "1"}, {"b": [1]}, {"x": 1}),
+        one_property(
+            object_schema(Zeit=INTEGER, b={"type": "array", "items": object_schema(c=TEXT, d=TEXT)})
+        ),
+        calls_with({"Zeit": 1, "b": [{"c": "4", "d": "}]"}, {"c": "true"}]}, {"b": []}, {}),
+        calls_with({"b": [{"c": 4}]}, {"Zeit": "1"}, {"b": [1]}, {"x": 1}),
     ),
     "lists of bounds": (
-        one({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2}),
-        each(["4"], ["a", "b"]),
-        each([], ["a", "b", "c"], [4]),
+        one_property({"type": "array", "items": TEXT, "minItems": 1, "maxItems": 2}),
+        calls_with(["4"], ["a", "b"]),
+        calls_with([], ["a", "b", "c"], [4]),
     ),
     "objects named one by one": (
-        one({"enum": [{"k": 1}, ["x"], None]}),
-        each(None),
-        each({"k": 2}, ["y"], "x"),
+        one_property({"enum": [{"k": 1}, ["x"], None]}),
+        calls_with(None),
+        calls_with({"k": 2}, ["y"], "x"),
     ),
     "words of Python": (
-        {**keys(**{"from": TEXT, "my-key": INTEGER, "a": TEXT}), "required": ["from"]},
+        {**object_schema(**{"from": TEXT, "my-key": INTEGER, "a": TEXT}), "required": ["from"]},
         [{"from": "4", "my-key": 4}, {"from": "x = 3, my-key=", "a": "(a=1)"}],
         [{"a": "x"}],
     ),
@@ -156,10 +190,12 @@ SCHEMAS: dict[str, tuple[dict[str, Any], Values, Values]] = {
 """A schema with arguments that it takes, and others that it does not take."""
 
 
-def written(form: str, arguments: dict[str, Any], *, required: bool = True, name: str = "f") -> str:
+def call_text(
+    form: str, arguments: dict[str, Any], *, required: bool = True, name: str = "f"
+) -> str:
     """Return a call as a model writes it in a form."""
-    shape = FORMS[form]
-    pairs = shape.pairs
+    form_row = FORMS[form]
+    pairs = form_row.pairs
     text = json.dumps(arguments)
     if pairs is not None:
         names = sorted(arguments) if pairs.is_sorted else arguments
@@ -168,11 +204,11 @@ def written(form: str, arguments: dict[str, Any], *, required: bool = True, name
             pairs.text.replace("KEY", name).replace("VALUE", value)
             for name, value in values.items()
         )
-    call = shape.call.replace("NAME", name).replace("#", "0")
-    opening = "" if shape.is_bare and required else shape.opening
-    reply = opening + (f"[{call}]" if shape.is_array else call) + shape.closing
-    if shape.channels is not None:
-        reply = shape.channels.call_header.replace("NAME", name) + reply
+    call = form_row.call.replace("NAME", name).replace("#", "0")
+    opening = "" if form_row.is_bare and required else form_row.opening
+    reply = opening + (f"[{call}]" if form_row.is_array else call) + form_row.closing
+    if form_row.channels is not None:
+        reply = form_row.channels.call_header.replace("NAME", name) + reply
     return reply.replace("ARGUMENTS", text)
 
 
@@ -198,29 +234,33 @@ def gemma(value: Any) -> str:
 
 
 def faults(form: str, case: str, *, pieces: bool) -> Iterator[str]:
-    """Yield what is lost, of another type, or wrongly refused or allowed; with `pieces` at every cut."""
-    schema, fine, wrong = SCHEMAS[case]
-    held = Tools({"f": schema}, FORMS[form], required=True)
-    free = Tools({"f": schema}, FORMS[form], strict=True)
-    for arguments in fine:
-        text = written(form, arguments)
-        if not takes(held.grammar, text):
+    """Yield what is lost, of another type, or wrongly refused or allowed; with `pieces` at every
+    cut.
+    """
+    schema, valid, invalid = SCHEMAS[case]
+    required_tools = Tools({"f": schema}, FORMS[form], required=True)
+    strict_tools = Tools({"f": schema}, FORMS[form], strict=True)
+    for arguments in valid:
+        text = call_text(form, arguments)
+        if not is_accepted(required_tools.grammar, text):
             yield f"refused: {text!r}"
-        tagged = written(form, arguments, required=False)
-        if free.grammar is not None and not takes(free.grammar, tagged):
+        tagged = call_text(form, arguments, required=False)
+        if strict_tools.grammar is not None and not is_accepted(strict_tools.grammar, tagged):
             yield f"refused where it may come: {tagged!r}"
         cuts = [[text[:cut], text[cut:]] for cut in range(len(text))] if pieces else []
-        for each in ([text], list(text), *cuts):
-            said, calls = replies(held, each)
-            if said or [json.loads(call) for _, call in calls] != [arguments]:
-                yield f"{arguments} in {len(each)} pieces are {calls} {said!r}"
+        for reply_pieces in ([text], list(text), *cuts):
+            content, calls = read_reply(required_tools, reply_pieces)
+            if content or [json.loads(call) for _, call in calls] != [arguments]:
+                yield f"{arguments} in {len(reply_pieces)} pieces are {calls} {content!r}"
         read = [
-            json.loads(piece.text) for piece in split_reply(free, [tagged]) if piece.kind == "call"
+            json.loads(piece.text)
+            for piece in split_reply(strict_tools, [tagged])
+            if piece.kind == "call"
         ]
         if json.dumps(read, sort_keys=True) != json.dumps([arguments], sort_keys=True):
             yield f"{arguments} are read as {read}"
-    for arguments in wrong:
-        if takes(held.grammar, written(form, arguments)):
+    for arguments in invalid:
+        if is_accepted(required_tools.grammar, call_text(form, arguments)):
             yield f"allowed: {arguments}"
 
 
@@ -232,7 +272,7 @@ def test_arguments_are_held_and_read_as_their_schema_says(form: str, case: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_arguments_at_every_cut_in_every_form(form: str) -> None:
+def test_arguments_are_read_at_every_cut_in_every_form(form: str) -> None:
     """Together more than 1,000 replies."""
     assert not [fault for case in SCHEMAS for fault in faults(form, case, pieces=True)]
 
@@ -251,7 +291,7 @@ def test_arguments_at_every_cut_in_every_form(form: str) -> None:
 def test_what_a_form_writes_as_python_does_is_no_text(
     literals: Literals, schema: Any, text: str, value: Any
 ) -> None:
-    read = json.loads(Arguments(one(schema)).argument("a").as_json(text, literals))
+    read = json.loads(Arguments(one_property(schema)).argument("a").as_json(text, literals))
     assert (type(read), read) == (type(value), value)
 
 
@@ -280,16 +320,19 @@ def test_what_a_form_writes_as_python_does_is_no_text(
 )
 def test_what_no_grammar_held_is_read_as_near_as_can_be(schema: Any, text: str, value: Any) -> None:
     """Typed as the schema says, else as JSON, else as a text."""
-    read = json.loads(Arguments(one(schema)).argument("a").as_json(text))
+    read = json.loads(Arguments(one_property(schema)).argument("a").as_json(text))
     assert (type(read), read) == (type(value), value)
 
 
 @pytest.mark.parametrize("form", TAGS)
 def test_types_do_not_depend_on_another_alternative(form: str) -> None:
     """An alternative that lists a key for others only says nothing of its type."""
-    schema: JsonObject = {"type": "object", "anyOf": [keys(k=TEXT), keys(n=INTEGER)]}
-    said, calls = replies(Tools({"f": schema}, FORMS[form]), [written(form, {"k": "4"})])
-    assert not said and calls == [("f", '{"k": "4"}')]
+    schema: JsonObject = {
+        "type": "object",
+        "anyOf": [object_schema(k=TEXT), object_schema(n=INTEGER)],
+    }
+    content, calls = read_reply(Tools({"f": schema}, FORMS[form]), [call_text(form, {"k": "4"})])
+    assert not content and calls == [("f", '{"k": "4"}')]
 
 
 NEVER = {"type": "string", "pattern": r"[^\s\S]"}
@@ -299,34 +342,40 @@ NEVER = {"type": "string", "pattern": r"[^\s\S]"}
 @pytest.mark.parametrize(
     "schema",
     [
-        one(False, required=["a"]),
-        one(NEVER, required=["a"]),
-        one({"$ref": "#/properties/a"}, required=["a"]),
-        one({**INTEGER, "minimum": 5, "maximum": 4}, required=["a"]),
-        one({**TEXT, "pattern": "^a$", "minLength": 3}, required=["a"]),
+        one_property(False, required=["a"]),
+        one_property(NEVER, required=["a"]),
+        one_property({"$ref": "#/properties/a"}, required=["a"]),
+        one_property({**INTEGER, "minimum": 5, "maximum": 4}, required=["a"]),
+        one_property({**TEXT, "pattern": "^a$", "minLength": 3}, required=["a"]),
         {"type": "object", "allOf": [{"type": "string"}]},
     ],
 )
 def test_arguments_that_no_value_fits_are_refused(form: str, schema: Any) -> None:
     """Where a call has to come; where it may come, they are passed over."""
     with pytest.raises(UsageError, match="cannot be used"):
-        takes(Tools({"f": schema}, FORMS[form], required=True).grammar, "")
-    tools = Tools({"f": schema, "g": one(INTEGER)}, FORMS[form], tokens={FORMS[form].opening: 300})
+        is_accepted(Tools({"f": schema}, FORMS[form], required=True).grammar, "")
+    tools = Tools(
+        {"f": schema, "g": one_property(INTEGER)}, FORMS[form], tokens={FORMS[form].opening: 300}
+    )
     if tools.grammar is not None:
-        takes(tools.grammar, "")
+        is_accepted(tools.grammar, "")
 
 
 def test_many_alternatives_are_held_together() -> None:
-    """More than can be told apart: each key is optional, and of a type that one of them gives it."""
+    """More than can be told apart: each key is optional, and of a type that one of them gives
+    it.
+    """
     form = "Qwen3-Coder, Qwen3.5"
     branches: list[Json] = [
-        {**keys(**{f"k{n}": INTEGER}), "required": [f"k{n}"]} for n in range(40)
+        {**object_schema(**{f"k{n}": INTEGER}), "required": [f"k{n}"]} for n in range(40)
     ]
     grammar = Tools(
         {"f": {"type": "object", "anyOf": branches}}, FORMS[form], required=True
     ).grammar
-    assert takes(grammar, written(form, {"k3": 3})) and takes(grammar, written(form, {}))
-    assert not takes(grammar, written(form, {"k3": "x"}))
+    assert is_accepted(grammar, call_text(form, {"k3": 3})) and is_accepted(
+        grammar, call_text(form, {})
+    )
+    assert not is_accepted(grammar, call_text(form, {"k3": "x"}))
 
 
 MANY: Values = [
@@ -335,7 +384,7 @@ MANY: Values = [
     {"type": "boolean"},
     {"type": "array", "items": TEXT},
     {"enum": ["a", "b"]},
-    keys(x=TEXT, y=INTEGER),
+    object_schema(x=TEXT, y=INTEGER),
 ]
 
 
@@ -347,21 +396,21 @@ def many_functions() -> dict[str, Any]:
             f"a_{number}_{index}": {**MANY[index % len(MANY)], "description": "Words. " * 40}
             for index in range(20)
         }
-        functions[f"f{number}"] = keys(**properties)
+        functions[f"f{number}"] = object_schema(**properties)
     return functions
 
 
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form.channels])
 def test_many_functions_are_held(form: str) -> None:
-    """What they share is written once, without the words of their descriptions, and kept."""
+    """Shared rules are written once, without descriptions, and the grammar is cached."""
     tools = Tools(many_functions(), FORMS[form], required=True)
     grammar = tools.grammar
     assert grammar is Tools(many_functions(), FORMS[form], required=True).grammar
     assert "Words" not in grammar.text and len(grammar.text) < 250_000
-    call = written(form, {"a_127_1": 4}, name="f127")
-    assert takes(grammar, call)
-    assert not takes(grammar, written(form, {"a_127_1": "x"}, name="f127"))
-    assert not takes(grammar, written(form, {"a_126_1": 4}, name="f127"))
+    call = call_text(form, {"a_127_1": 4}, name="f127")
+    assert is_accepted(grammar, call)
+    assert not is_accepted(grammar, call_text(form, {"a_127_1": "x"}, name="f127"))
+    assert not is_accepted(grammar, call_text(form, {"a_126_1": 4}, name="f127"))
 
 
 @pytest.mark.parametrize("place", ["key", "value"])
@@ -369,21 +418,24 @@ def test_patterns_that_backtrack_take_no_time(place: str) -> None:
     """Python's expressions would try for ever whether these keys and values match."""
     word = "a" * 60 + "!"
     endless = "^(a+)+$"
-    schema = {**keys(**{word: TEXT}), "patternProperties": {endless: INTEGER}}
+    schema = {**object_schema(**{word: TEXT}), "patternProperties": {endless: INTEGER}}
     if place == "value":
-        schema = one({"enum": [word, "a"], "pattern": endless})
+        schema = one_property({"enum": [word, "a"], "pattern": endless})
     grammar = Tools({"f": schema}, FORMS["Qwen3-Coder, Qwen3.5"], required=True).grammar
     written_value = {"a": "a"} if place == "value" else {word: "x"}
-    assert takes(grammar, written("Qwen3-Coder, Qwen3.5", written_value))
+    assert is_accepted(grammar, call_text("Qwen3-Coder, Qwen3.5", written_value))
 
 
 def test_mark_of_messages_begins_no_grammar() -> None:
     """Where the mark is one token the header of the message stands before it."""
     form = FORMS["Muse-Glimmer"]
-    tools = Tools({"f": one(TEXT)}, form, tokens={form.opening: 300})
+    tools = Tools({"f": one_property(TEXT)}, form, tokens={form.opening: 300})
     assert tools.trigger_token is None and tools.grammar is None
     assert (
-        Tools({"f": one(TEXT)}, form, strict=True, tokens={form.opening: 300}).grammar.after is None
+        Tools(
+            {"f": one_property(TEXT)}, form, strict=True, tokens={form.opening: 300}
+        ).grammar.after
+        is None
     )
 
 
@@ -490,7 +542,7 @@ TEMPLATES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("LFM2", {"enum": ["it's", "d\ne"]}, "[f(a='d\ne')]", {"a": "d\ne"}),
     (
         "LFM2",
-        keys(k={"type": "array", "items": TEXT}, n={"type": "boolean"}),
+        object_schema(k={"type": "array", "items": TEXT}, n={"type": "boolean"}),
         "[f(a={'k': ['x', \"y\"], 'n': True})]",
         {"a": {"k": ["x", "y"], "n": True}},
     ),
@@ -517,20 +569,20 @@ def test_what_published_templates_write_is_held(
     """Some write other blanks between marks than others of the same form, or Python's values."""
     shape = FORMS[form]
     text = f"{shape.opening}{call}{shape.closing}"
-    tools = Tools({"f": one(schema)}, shape, required=True)
-    assert takes(tools.grammar, text)
-    said, calls = replies(tools, list(text))
-    assert not said.strip() and [json.loads(call) for _, call in calls] == [arguments]
+    tools = Tools({"f": one_property(schema)}, shape, required=True)
+    assert is_accepted(tools.grammar, text)
+    content, calls = read_reply(tools, list(text))
+    assert not content.strip() and [json.loads(call) for _, call in calls] == [arguments]
 
 
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
         ({"type": "array", "items": INTEGER}, "['x']"),
-        (keys(k=INTEGER), "{'k': 'x'}"),
-        (keys(k=INTEGER), "{'j': 1}"),
+        (object_schema(k=INTEGER), "{'k': 'x'}"),
+        (object_schema(k=INTEGER), "{'j': 1}"),
         ({"type": "object", "additionalProperties": INTEGER}, "{'j': 'x'}"),
-        ({**keys(k=TEXT), "additionalProperties": INTEGER}, "{'j': 1, 'k': 2}"),
+        ({**object_schema(k=TEXT), "additionalProperties": INTEGER}, "{'j': 1, 'k': 2}"),
         ({"type": "array"}, "['x'"),
         ({"type": "array"}, "['\\ud800']"),
     ],
@@ -540,11 +592,13 @@ def test_values_of_python_are_held_to_their_schemas(schema: Any, value: str) -> 
     text = (
         f"<seed:tool_call><function=f><parameter=a>{value}</parameter></function></seed:tool_call>"
     )
-    assert not takes(Tools({"f": one(schema)}, FORMS["Seed-OSS"], required=True).grammar, text)
+    assert not is_accepted(
+        Tools({"f": one_property(schema)}, FORMS["Seed-OSS"], required=True).grammar, text
+    )
 
 
-CODE = {**keys(code=TEXT, n=INTEGER), "required": ["code"], "additionalProperties": False}
-RUN = {"run": CODE, "now": keys()}
+CODE = {**object_schema(code=TEXT, n=INTEGER), "required": ["code"], "additionalProperties": False}
+RUN = {"run": CODE, "now": object_schema()}
 BARE: list[tuple[str, list[tuple[str, JsonObject]]]] = [
     ("[run(code='it's')]", [("run", {"code": "it's"})]),
     ("[run(code='print('x')', n=2)]", [("run", {"code": "print('x')", "n": 2})]),
@@ -563,12 +617,14 @@ BARE: list[tuple[str, list[tuple[str, JsonObject]]]] = [
 
 
 @pytest.mark.parametrize(("text", "expected"), BARE)
-def test_texts_with_bare_quotes(text: str, expected: Any, model: Path) -> None:
-    """They end where another argument, a call or the end of all follows, for grammar and reader alike."""
+def test_texts_with_bare_quotes_are_read(text: str, expected: Any, model: Path) -> None:
+    """They end where another argument, a call or the end of all follows, for grammar and reader
+    alike.
+    """
     form = FORMS["LFM2"]
     reply = f"{form.opening}{text}{form.closing}"
-    held = Tools(RUN, form, required=True)
-    assert takes(held.grammar, reply), "marks are texts"
+    required_tools = Tools(RUN, form, required=True)
+    assert is_accepted(required_tools.grammar, reply), "marks are texts"
     write_tokenizer(model, (*SPECIALS, form.opening, form.closing))
     tokenizer = ModelFolder.from_path(model).tokenizer
     tokens = {mark: tokenizer.token_to_id(mark) for mark in (form.opening, form.closing)}
@@ -576,8 +632,8 @@ def test_texts_with_bare_quotes(text: str, expected: Any, model: Path) -> None:
     ids = tokenizer.encode(reply, parse_special=True)
     assert is_allowed(GrammarCompiler(tokenizer, 320), by_tokens, ids), "marks are tokens"
     for pieces in ([reply], list(reply)):
-        said, calls = replies(held, pieces)
-        assert not said and [(name, json.loads(call)) for name, call in calls] == expected
+        content, calls = read_reply(required_tools, pieces)
+        assert not content and [(name, json.loads(call)) for name, call in calls] == expected
 
 
 @pytest.mark.parametrize(
@@ -593,4 +649,6 @@ def test_texts_with_bare_quotes(text: str, expected: Any, model: Path) -> None:
 )
 def test_what_stands_behind_a_bare_text_is_held(text: str) -> None:
     form = FORMS["LFM2"]
-    assert not takes(Tools(RUN, form, required=True).grammar, f"{form.opening}{text}{form.closing}")
+    assert not is_accepted(
+        Tools(RUN, form, required=True).grammar, f"{form.opening}{text}{form.closing}"
+    )

@@ -16,7 +16,7 @@ from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.request import GrammarSpec, ThinkingTokens
-from tests.server.test_serve_thinking import opened
+from tests.server.test_serve_thinking import open_tokenizer
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
 SCHEMA += '"additionalProperties": false}'
@@ -78,41 +78,43 @@ def test_where_a_grammar_begins(
     starts: str,
     tmp_path: Path,
 ) -> None:
-    tokenizer = opened(tmp_path, special, added)
+    tokenizer = open_tokenizer(tmp_path, special, added)
     config: Any = None
     chat = ChatTemplate("x", {"default": template}, {})
     vocabulary = Vocabulary(config, tokenizer, chat, "x")
-    asked = Prompt(messages=({"role": "user", "content": "Hi"},), variables=variables)
+    chat_prompt = Prompt(messages=({"role": "user", "content": "Hi"},), variables=variables)
     grammar, answer = GRAMMARS[kind]
-    found, begins_inside = grammar_after_thinking(grammar, vocabulary, asked, prompt, inside)
+    composed, begins_inside = grammar_after_thinking(
+        grammar, vocabulary, chat_prompt, prompt, inside
+    )
     opening, closing = special or THINK
     thought = f"h{{m\n{closing}" if inside else f"{opening}h{{m\n{closing}"
     assert begins_inside == (starts == "thought")
-    assert allows(tokenizer, found, thought + answer) == (starts != "answer")
-    assert allows(tokenizer, found, answer) == (starts != "thought")
-    assert not allows(tokenizer, found, f"{thought}{answer[:-1]}"), "the answer is cut"
-    assert not allows(tokenizer, found, f"{thought}?{answer}")
+    assert allows(tokenizer, composed, thought + answer) == (starts != "answer")
+    assert allows(tokenizer, composed, answer) == (starts != "thought")
+    assert not allows(tokenizer, composed, f"{thought}{answer[:-1]}"), "the answer is cut"
+    assert not allows(tokenizer, composed, f"{thought}?{answer}")
 
 
 def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
     """Its mark is only words in a thought."""
-    tokenizer = opened(tmp_path, ("<tool_call>", *TOKENS), ())
+    tokenizer = open_tokenizer(tmp_path, ("<tool_call>", *TOKENS), ())
     config: Any = None
     vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
     begin, end = (tokenizer.special_tokens[name] for name in TOKENS)
     mark = tokenizer.special_tokens["<tool_call>"]
     grammar = GrammarSpec("lark", 'start: "x"', mark, optional=True)
-    asked = Prompt(messages=({"role": "user", "content": "Hi"},))
+    prompt = Prompt(messages=({"role": "user", "content": "Hi"},))
     for inside in (True, False):
-        found, _ = grammar_after_thinking(grammar, vocabulary, asked, "", inside)
-        assert found.after == mark and found.thinking == ThinkingTokens(begin, end, inside)
+        composed, _ = grammar_after_thinking(grammar, vocabulary, prompt, "", inside)
+        assert composed.after == mark and composed.thinking == ThinkingTokens(begin, end, inside)
 
 
 def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: Path) -> None:
-    tokenizer = opened(tmp_path, TOKENS, ())
+    tokenizer = open_tokenizer(tmp_path, TOKENS, ())
     config: Any = None
     vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
-    asked = Prompt(messages=({"role": "user", "content": "Hi"},))
-    grammar, _ = grammar_after_thinking(GrammarSpec("regex", "("), vocabulary, asked, "", False)
+    prompt = Prompt(messages=({"role": "user", "content": "Hi"},))
+    grammar, _ = grammar_after_thinking(GrammarSpec("regex", "("), vocabulary, prompt, "", False)
     with pytest.raises(SpdError, match="cannot be used"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())

@@ -1,4 +1,5 @@
-"""Tool calls are found in every form, whatever pieces the text comes in, and nothing else is one."""
+"""Tool calls are found in every form, whatever pieces the text comes in, and nothing else is
+one."""
 
 from __future__ import annotations
 
@@ -72,12 +73,12 @@ QUOTED = '"b, c: <tool_call|>"'
 
 
 def tag(text: str) -> str:
-    """A call between tags."""
+    """Return a call between tags."""
     return f"<tool_call>\n{text}\n</tool_call>\n"
 
 
 def now(**arguments: Any) -> list[Call]:
-    """The one call of a reply."""
+    """Return the one call of a reply."""
     return [("now", arguments)]
 
 
@@ -288,21 +289,23 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
 
 
 def call_text(form: Form, *, required: bool = False) -> str:
-    """A call in a form's own marks, which hold it together as a grammar does, for the weather in Paris."""
-    said = ARGS
+    """Return a call in a form's own marks, which hold it together as a grammar does, for the
+    weather in Paris.
+    """
+    arguments = ARGS
     pairs = form.pairs
     if pairs is not None:
         city = (
             json.dumps(CITY_NAME) if pairs.quote is None else pairs.quote + CITY_NAME + pairs.quote
         )
         written = (pairs.text.replace("KEY", key).replace("VALUE", "{}") for key in PARIS)
-        said = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
+        arguments = pairs.comma.join(written).replace("{}", city, 1).replace("{}", "3", 1)
     call = form.call.replace("NAME", "get_weather").replace("#", "0")
     opening = "" if form.is_bare and required else form.opening
     text = opening + (f"[{call}]" if form.is_array else call) + form.closing
     if form.channels is not None:
         text = form.channels.call_header.replace("NAME", "get_weather") + text
-    return text.replace("ARGUMENTS", said)
+    return text.replace("ARGUMENTS", arguments)
 
 
 CASES |= {form: (call_text(FORMS[form]), ONE) for form in FORMS}
@@ -322,27 +325,29 @@ def case_of(name: str) -> tuple[str, str, str, list[Call]]:
 
 
 def tools_of(form: str, **options: Any) -> Tools:
-    """The functions in a form."""
+    """Return the functions in a form."""
     return Tools(FUNCTIONS, FORMS[form], **options)
 
 
 def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     """Content and calls of a reply that came in pieces."""
-    each = split_reply(tools_of(form), pieces)
-    content = "".join(piece.text for piece in each if piece.kind == "text")
+    parsed = split_reply(tools_of(form), pieces)
+    content = "".join(piece.text for piece in parsed if piece.kind == "text")
     return content, [
-        (str(piece.name), json.loads(piece.text)) for piece in each if piece.kind == "call"
+        (str(piece.name), json.loads(piece.text)) for piece in parsed if piece.kind == "call"
     ]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_form_at_every_boundary(case: str) -> None:
+def test_every_form_is_read_at_every_boundary(case: str) -> None:
     form, text, *expected = case_of(case)
     assert parse(form, [text]) == parse(form, list(text)) == tuple(expected)
     chance = random.Random(case)
     cuts = [sorted(chance.sample(range(len(text)), min(5, len(text)))) for _ in range(50)]
-    for each in (*([cut] for cut in range(1, len(text))), *cuts):
-        pieces = [text[a:b] for a, b in zip([0, *each], [*each, len(text)], strict=True)]
+    for boundaries in (*([cut] for cut in range(1, len(text))), *cuts):
+        pieces = [
+            text[a:b] for a, b in zip([0, *boundaries], [*boundaries, len(text)], strict=True)
+        ]
         assert parse(form, pieces) == tuple(expected), pieces
 
 
@@ -362,14 +367,20 @@ def test_half_a_pair_of_surrogates_can_be_sent(form: str, text: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case_of(case)[3]])
 def test_a_cut_reply_holds_whole_calls_only(case: str) -> None:
-    """What a length limit cut holds the first calls of what would have come; what is no call is text."""
+    """A reply that a limit cut has the first calls of the full reply; the remaining text is
+    text.
+    """
     form, text, content, calls = case_of(case)
     for cut in range(len(text)):
-        told, calls_found = parse(form, [text[:cut]])
+        parsed_content, calls_found = parse(form, [text[:cut]])
         assert calls_found == calls[: len(calls_found)], text[:cut]
-        assert told.startswith(content) or content.startswith(told) or calls[0] not in calls_found
+        assert (
+            parsed_content.startswith(content)
+            or content.startswith(parsed_content)
+            or calls[0] not in calls_found
+        )
         if not calls_found and not FORMS[form].channels:
-            assert told.split() == text[:cut].split()
+            assert parsed_content.split() == text[:cut].split()
 
 
 def test_a_call_comes_when_it_is_whole_and_text_that_is_none_at_once() -> None:
@@ -402,14 +413,16 @@ def demo_compiler() -> GrammarCompiler:
     return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
 
 
-def takes(grammar: GrammarSpec | None, text: str) -> bool:
-    """Return True if a grammar accepts a text in the tokens of the demo, for which marks are texts."""
+def is_accepted(grammar: GrammarSpec | None, text: str) -> bool:
+    """Return True if a grammar accepts a text in the tokens of the demo, for which marks are
+    texts.
+    """
     assert grammar is not None
     return is_allowed(demo_compiler(), grammar, ModelFolder.resolve("demo").tokenizer.encode(text))
 
 
-def wrong(text: str) -> str:
-    """The same with another type of its last argument."""
+def with_wrong_type(text: str) -> str:
+    """Return the same with another type of its last argument."""
     return text[::-1].replace("3", "x", 1)[::-1]
 
 
@@ -428,72 +441,80 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
         token["special"] = special or token["content"] in SPECIALS
     (model / "tokenizer.json").write_text(json.dumps(file))
     tokenizer = ModelFolder.from_path(model).tokenizer
-    shown = f"tools {' '.join(written.template_signs or (written.opening,))}"
+    template = f"tools {' '.join(written.template_signs or (written.opening,))}"
     tools = read_tools(
         [function_tool({"name": "get_weather", "parameters": WEATHER})],
-        ChatTemplate("", {"default": shown}, {}),
+        ChatTemplate("", {"default": template}, {}),
         tokenizer,
     )
     assert tools is not None
     grammar = tools.grammar
     compiler = GrammarCompiler(tokenizer, 320)
     assert grammar.after == tokenizer.token_to_id(written.opening) and grammar.optional
-    fine = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")
-    for said in (
-        *fine,
+    valid = ("Well", f"Well. {call}", f"{call} So.", f"{call}\n{call}", f"{call} So. {call} So.")
+    for reply in (
+        *valid,
         call.replace("get_weather", "get_money"),
-        wrong(call),
-        f"{call} So. {wrong(call)}",
+        with_wrong_type(call),
+        f"{call} So. {with_wrong_type(call)}",
     ):
-        ids = tokenizer.encode(said, parse_special=True)
-        assert is_allowed(compiler, grammar, ids) is (said in fine), said
+        ids = tokenizer.encode(reply, parse_special=True)
+        assert is_allowed(compiler, grammar, ids) is (reply in valid), reply
 
 
 @pytest.mark.parametrize("how", ["required", "strict", "auto"])
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_are_held_to_their_schemas(form: str, how: str) -> None:
-    """What the grammar allows is read as the call; another type or name is not allowed. Marks are texts."""
-    tools = tools_of(form, required=how == "required", strict=how == "strict")
+def test_calls_are_held_to_their_schemas(form: str, tool_choice: str) -> None:
+    """A text that the grammar allows is read as the call; another type or name is refused.
+
+    Marks are texts, not tokens.
+    """
+    tools = tools_of(form, required=tool_choice == "required", strict=tool_choice == "strict")
     written = FORMS[form]
     if (grammar := tools.grammar) is None:
-        assert (written.is_bare and how != "required") or (written.channels and how == "auto")
+        assert (written.is_bare and tool_choice != "required") or (
+            written.channels and tool_choice == "auto"
+        )
         return
-    text = "Well. " * (how != "required" and not written.channels)
-    said = call_text(written, required=how == "required")
-    ends = [(said, True), (said.replace("get_w", "get_m"), False), (wrong(said), False)]
+    text = "Well. " * (tool_choice != "required" and not written.channels)
+    call = call_text(written, required=tool_choice == "required")
+    ends = [(call, True), (call.replace("get_w", "get_m"), False), (with_wrong_type(call), False)]
     if text:
         ends += [
-            (f"{said} So.", True),
-            (f"{said} So. {said}", True),
-            (f"{said} So. {wrong(said)}", False),
+            (f"{call} So.", True),
+            (f"{call} So. {call}", True),
+            (f"{call} So. {with_wrong_type(call)}", False),
         ]
-    for end, may_be in ends:
-        assert takes(grammar, text + end) is may_be, end
-    told, calls = replies(tools, list(text + said))
-    assert [(name, json.loads(one)) for name, one in calls] == ONE and told.strip() == text.strip()
+    for end, is_valid in ends:
+        assert is_accepted(grammar, text + end) is is_valid, end
+    content, calls = read_reply(tools, list(text + call))
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == ONE
+    assert content.strip() == text.strip()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_reply_is_a_call_or_follows_a_schema(form: str) -> None:
-    """Where a format is asked for beside tools; where a call has to come, the format says nothing."""
+    """Where a format is asked for beside tools; where a call has to come, the format says
+    nothing.
+    """
     schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
     answer = GrammarSpec("schema", json.dumps(schema))
     written = FORMS[form]
     call = call_text(written)
-    said = (written.channels.answer_header if written.channels else "") + '{"days": 3}'
+    answer_text = (written.channels.answer_header if written.channels else "") + '{"days": 3}'
     tools = tools_of(form, answer_grammar=answer)
     assert tools.is_constrained and tools.grammar is not None and not tools.grammar.optional
-    others = (
-        wrong(said),
-        wrong(call),
-        said.replace('{"days": 3}', "Well"),
+    invalid = (
+        with_wrong_type(answer_text),
+        with_wrong_type(call),
+        answer_text.replace('{"days": 3}', "Well"),
         call.replace("get_w", "get_m"),
     )
-    for text in (said, call, *others):
-        assert takes(tools.grammar, text) is (text not in others), text
+    for text in (answer_text, call, *invalid):
+        assert is_accepted(tools.grammar, text) is (text not in invalid), text
     assert (
-        replies(tools, list(said)) == ('{"days": 3}', [])
-        and len(replies(tools, list(call))[1]) == 1
+        read_reply(tools, list(answer_text)) == ('{"days": 3}', [])
+        and len(read_reply(tools, list(call))[1]) == 1
     )
     assert (
         tools_of(form, answer_grammar=answer, required=True).grammar
@@ -509,11 +530,16 @@ NUMBERED = {
 
 @pytest.mark.parametrize("form", NUMBERED)
 def test_calls_are_numbered_through_a_conversation(form: str) -> None:
-    """A grammar that began with 0 in each reply would give the same id to calls of several turns."""
+    """A grammar that began with 0 in each reply would give the same id to calls of several
+    turns.
+    """
     tools = tools_of(form, required=True)
-    said = NUMBERED[form]
-    assert takes(tools.grammar, said) and replies(tools, list(said)) == ("", [("now", "{}")])
-    assert not any(takes(tools.grammar, said.replace("12", other)) for other in ("x", ""))
+    reply = NUMBERED[form]
+    assert is_accepted(tools.grammar, reply) and read_reply(tools, list(reply)) == (
+        "",
+        [("now", "{}")],
+    )
+    assert not any(is_accepted(tools.grammar, reply.replace("12", other)) for other in ("x", ""))
 
 
 def test_arguments_with_commas_are_held_whichever_there_are() -> None:
@@ -524,23 +550,23 @@ def test_arguments_with_commas_are_held_whichever_there_are() -> None:
         "required": ["b"],
     }
     grammar = Tools({"f": schema, "g": {}}, FORMS["LFM2"], required=True).grammar
-    fine = ("f(b=1)", "f(a=1, b=2)", "f(b=1, c=2)", "f(a=1, b=2, c=3), g()")
-    for said in (*fine, "f()", "f(a=1)", "f(a=1b=2)", "f(b=1, )", "f(, b=1)", "f(c=1, b=2)"):
-        assert takes(grammar, f"{LFM}[{said}]{LFM_END}") is (said in fine), said
+    valid = ("f(b=1)", "f(a=1, b=2)", "f(b=1, c=2)", "f(a=1, b=2, c=3), g()")
+    for calls in (*valid, "f()", "f(a=1)", "f(a=1b=2)", "f(b=1, )", "f(, b=1)", "f(c=1, b=2)"):
+        assert is_accepted(grammar, f"{LFM}[{calls}]{LFM_END}") is (calls in valid), calls
 
 
-def replies(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def read_reply(tools: Tools, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Text and calls with their arguments of a reply that a grammar holds."""
-    said = ""
+    content = ""
     calls = list[tuple[str, str]]()
     for piece in split_reply(tools, pieces):
         if piece.kind == "text":
-            said += piece.text
+            content += piece.text
         elif piece.name:
             calls.append((piece.name, piece.text))
         else:
             calls[-1] = calls[-1][0], calls[-1][1] + piece.text
-    return said, calls
+    return content, calls
 
 
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if form.pairs is None])
@@ -549,8 +575,8 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
     tools = tools_of(form, required=True)
     written = FORMS[form]
     calls = [
-        written.call.replace("NAME", name).replace("ARGUMENTS", said).replace("#", "0")
-        for name, said in (("get_weather", ARGS), ("now", "{}"))
+        written.call.replace("NAME", name).replace("ARGUMENTS", arguments).replace("#", "0")
+        for name, arguments in (("get_weather", ARGS), ("now", "{}"))
     ]
     opening = "" if written.is_bare else written.opening
     if written.separator is None:
@@ -561,8 +587,8 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
         text = opening + (f"[{text}]" if written.is_array else text) + written.closing
     expected = [("get_weather", ARGS), ("now", "{}")]
     for cut in range(len(text) + 1):
-        assert replies(tools, [text[:cut], text[cut:]]) == ("", expected), text[:cut]
-        _, begun = replies(tools, list(text[:cut]))
+        assert read_reply(tools, [text[:cut], text[cut:]]) == ("", expected), text[:cut]
+        _, begun = read_reply(tools, list(text[:cut]))
         come = text[text.find(ARGS) : cut]
         assert [name for name, _ in begun[:1]] == ["get_weather"][: len(come)], text[:cut]
         assert not come or begun[0][1].partition("<")[0] == come[: len(ARGS)]
@@ -617,5 +643,5 @@ def test_any_text_ends_and_pieces_do_not_matter(form: str) -> None:
     chance = random.Random(form)
     for _ in range(200):
         text = "".join(chance.choices(FRAGMENTS, k=chance.randint(1, 14)))
-        told = [parse(form, pieces) for pieces in ([text], list(text))]
-        assert told[0] == told[1], text
+        parses = [parse(form, pieces) for pieces in ([text], list(text))]
+        assert parses[0] == parses[1], text

@@ -1,4 +1,5 @@
-"""Every field of each API is done, refused by name, or on the page's list of those that are passed over."""
+"""Every field of each API is done, refused by name, or on the page's list of those that are
+passed over."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ TABLES: dict[str, dict[str, Field]] = {
         "workspace_id": (PASSED_OVER, "w"),
     },
 }
-"""Each field with a value, as the official clients of July 2026 know them, and what is made of it."""
+"""Each field with a value, as the official clients of July 2026 know them, and what is made of
+it."""
 READ: dict[str, tuple[Any, frozenset[str]]] = {
     "/v1/chat/completions": (chat_completions.CHAT_FIELDS, api_request.PASSED_OVER),
     "/v1/completions": (completions.COMPLETION_FIELDS, api_request.PASSED_OVER),
@@ -140,18 +142,18 @@ LISTED = PAGE[PAGE.index("**Passed over,**") : PAGE.index("**Refused, with")]
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_every_field(served: Served, path: str) -> None:
+def test_every_field_is_handled_as_listed(served: Served, path: str) -> None:
     chat: dict[str, object] = {"messages": MESSAGES, "max_tokens": 2}
     base = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}.get(path, chat)
     table, passed_over = READ[path]
-    for name, (what, value) in TABLES[path].items():
+    for name, (handling, value) in TABLES[path].items():
         status, answer = served.send("POST", path, {**base, name: value})
-        assert status == (400 if what == REFUSED else 200), (name, answer)
-        if what == REFUSED:
+        assert status == (400 if handling == REFUSED else 200), (name, answer)
+        if handling == REFUSED:
             assert answer["error"]["param"] == name or f"`{name}`" in PAGE, (name, answer)
             assert name in answer["error"]["message"], answer
-        assert (what == PASSED_OVER) == (name in passed_over), name
-        assert what != DONE or table.get(name) is not None, name
+        assert (handling == PASSED_OVER) == (name in passed_over), name
+        assert handling != DONE or table.get(name) is not None, name
     assert {name for name in passed_over if f"`{name}`" not in LISTED} == set()
 
 
@@ -175,25 +177,28 @@ print(json.dumps({path: [*kind.__annotations__] for path, kind in kinds.items()}
         assert set(names) <= TABLES[path].keys(), path
 
 
-def test_log_probabilities_in_responses(served: Served) -> None:
+def test_responses_have_log_probabilities(served: Served) -> None:
     """Those of the text, whole and streamed; none where none are asked for."""
     fields = {"input": MESSAGES[0]["content"], "temperature": 0, "max_output_tokens": 12}
     chat = served.chat(temperature=0, max_tokens=12, logprobs=True, top_logprobs=2)
     expected = chat["choices"][0]["logprobs"]["content"]
-    for more in ({"top_logprobs": 2}, {"top_logprobs": 2, "include": [responses.LOGPROBS]}):
-        whole = served.ask("/v1/responses", {**fields, **more})
-        (content,) = whole["output"][0]["content"]
+    for logprob_fields in (
+        {"top_logprobs": 2},
+        {"top_logprobs": 2, "include": [responses.LOGPROBS]},
+    ):
+        reply = served.ask("/v1/responses", {**fields, **logprob_fields})
+        (content,) = reply["output"][0]["content"]
         assert content["logprobs"] == expected
         assert "".join(one["token"] for one in content["logprobs"]) == content["text"]
-        events = served.named_events("/v1/responses", **fields, **more)
+        events = served.named_events("/v1/responses", **fields, **logprob_fields)
         deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
         assert [entry for delta in deltas for entry in delta] == expected
         (done,) = (e for e in events if e["type"] == "response.output_text.done")
         assert done["logprobs"] == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
         assert done["logprobs"] == expected
-    asked = {**fields, "include": [responses.LOGPROBS]}
-    (content,) = served.ask("/v1/responses", asked)["output"][0]["content"]
-    assert [one["top_logprobs"] for one in content["logprobs"]] == [[]] * 12
+    body = {**fields, "include": [responses.LOGPROBS]}
+    (content,) = served.ask("/v1/responses", body)["output"][0]["content"]
+    assert [entry["top_logprobs"] for entry in content["logprobs"]] == [[]] * 12
     (content,) = served.ask("/v1/responses", fields)["output"][0]["content"]
     assert content["logprobs"] == []
     status, answer = served.send("POST", "/v1/responses", {**fields, "include": ["logprobs"]})
@@ -201,7 +206,7 @@ def test_log_probabilities_in_responses(served: Served) -> None:
 
 
 def test_errors_name_fields_and_no_flags(served: Served) -> None:
-    """What the engine and the tokenizer say, too."""
+    """Errors of the engine and of the tokenizer do so, too."""
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "flower"}}}
     bodies = [
         ("/v1/chat/completions", {"messages": MESSAGES, "response_format": form}),

@@ -1,4 +1,5 @@
-"""What fields ask for is done: limits, stop strings, schemas, usage in streams, scores of prompts."""
+"""What fields ask for is done: limits, stop strings, schemas, usage in streams, scores of
+prompts."""
 
 from __future__ import annotations
 
@@ -58,12 +59,12 @@ def test_a_json_object_follows_its_schema(served: Served) -> None:
         "additionalProperties": False,
     }
     form = {"type": "json_object", "schema": schema}
-    said = served.say(response_format=form, max_tokens=30)
-    assert json.loads(said) == {"zz": 42}
+    text = served.say(response_format=form, max_tokens=30)
+    assert json.loads(text) == {"zz": 42}
 
 
 @pytest.mark.parametrize("path", [CHAT, RAW])
-def test_usage_in_every_chunk_where_it_is_asked_for(served: Served, path: str) -> None:
+def test_every_chunk_has_usage_on_request(served: Served, path: str) -> None:
     fields: dict[str, Any] = {"prompt": "import os"} if path == RAW else {}
     options = {"continuous_usage_stats": True, "include_usage": True}
     events = served.stream(path, **fields, **GREEDY, n=2, stream_options=options)
@@ -79,8 +80,8 @@ def test_usage_in_every_chunk_where_it_is_asked_for(served: Served, path: str) -
 @pytest.mark.parametrize("path", [CHAT, RAW])
 def test_the_chunk_that_ends_a_choice_holds_no_text(served: Served, path: str) -> None:
     fields: dict[str, Any] = {"prompt": "import os"} if path == RAW else {}
-    for more in ({}, {"stop": "o"}, {"logprobs": path == CHAT or 1}):
-        events = served.stream(path, **fields, **GREEDY, **more)
+    for extra_fields in ({}, {"stop": "o"}, {"logprobs": path == CHAT or 1}):
+        events = served.stream(path, **fields, **GREEDY, **extra_fields)
         choices = [event["choices"][0] for event in events]
         (end,) = (choice for choice in choices if choice["finish_reason"])
         assert end is choices[-1] and not end.get("text") and not end.get("delta")
@@ -93,15 +94,17 @@ def test_more_prompts_than_slots_and_more_replies_queue(served: Served) -> None:
     fields = {"max_tokens": 4, **GREEDY}
     answer = served.ask(RAW, {"prompt": prompts, **fields})
     assert [choice["index"] for choice in answer["choices"]] == list(range(3 * SLOTS))
-    alone = [served.ask(RAW, {"prompt": one, **fields})["choices"][0] for one in prompts[::5]]
-    assert [choice["text"] for choice in answer["choices"][::5]] == [one["text"] for one in alone]
+    alone = [served.ask(RAW, {"prompt": prompt, **fields})["choices"][0] for prompt in prompts[::5]]
+    assert [choice["text"] for choice in answer["choices"][::5]] == [
+        prompt["text"] for prompt in alone
+    ]
     assert len(served.chat(n=2 * SLOTS + 1, max_tokens=1)["choices"]) == 2 * SLOTS + 1
     status, refused = served.send("POST", RAW, {"prompt": ["x"] * 128, "n": 9, **fields})
     assert status == 400 and refused["error"]["param"] == "n"
     assert served.service.open_requests == 0
 
 
-def test_scores_of_a_prompt(served: Served) -> None:
+def test_an_echoed_prompt_is_scored(served: Served) -> None:
     """Whole and streamed; the text of the reply is what it is without them."""
     text = 'def read(p):\n    """Ünïcode."""\n<|im_end|>'
     fields = {"prompt": text, "logprobs": 2, "max_tokens": 6, **GREEDY}
@@ -121,14 +124,16 @@ def test_scores_of_a_prompt(served: Served) -> None:
     pairs = [pair for pair in zip(scores["tokens"], pieces, strict=True) if "\ufffd" not in pair[0]]
     assert len(pairs) > len(ids) - 5 and all(token == piece for token, piece in pairs)
     events = served.stream(RAW, **{**fields, "echo": True})
-    told = [event["choices"][0] for event in events]
-    assert "".join(one["text"] for one in told) == choice["text"]
+    chunks = [event["choices"][0] for event in events]
+    assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
     for name, values in scores.items():
-        streamed = [value for one in told if one["logprobs"] for value in one["logprobs"][name]]
+        streamed = [
+            value for chunk in chunks if chunk["logprobs"] for value in chunk["logprobs"][name]
+        ]
         assert streamed == values, name
 
 
-def test_scores_without_a_reply(served: Served) -> None:
+def test_a_prompt_is_scored_without_a_reply(served: Served) -> None:
     """As evaluators ask: token ids, no new tokens; several prompts at once."""
     texts = ["def read(", "import os\nimport sys\n" * 30]
     prompts = [served.ask("/tokenize", {"prompt": text})["tokens"] for text in texts]

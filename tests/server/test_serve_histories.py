@@ -1,4 +1,5 @@
-"""What clients send again is read: no conversation is refused for one odd turn, and no word is lost."""
+"""Histories of clients are read: no conversation is refused for one odd turn, and no word is
+lost."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ CHAT = "/v1/chat/completions"
 
 
 def prompt_of(served: Served, path: str, body: dict[str, Any]) -> str:
-    """The text that a body makes the model read."""
+    """Return the text that a body makes the model read."""
     vocabulary = served.service.settings.vocabulary
-    (asked,) = ENDPOINTS[path].read(body, served.service.settings).prompts
-    ids = encode_prompt(asked, vocabulary, 1 << 20)
+    (prompt,) = ENDPOINTS[path].read(body, served.service.settings).prompts
+    ids = encode_prompt(prompt, vocabulary, 1 << 20)
     return vocabulary.need_tokenizer().decode(ids, skip_special=False)
 
 
@@ -45,18 +46,18 @@ def check_histories(served: Served, template: str, seeds: range) -> None:
             turns = history(seed, calls=template not in WITHOUT_CALLS)
             for path in PATHS:
                 prompt = prompt_of(served, path, body_of(path, turns))
-                lost = [words for words in words_of(turns) if words not in prompt]
-                assert not lost, (template, path, seed, lost)
+                missing = [words for words in words_of(turns) if words not in prompt]
+                assert not missing, (template, path, seed, missing)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_histories(served: Served, template: str) -> None:
+def test_histories_keep_every_word(served: Served, template: str) -> None:
     check_histories(served, template, range(12))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_two_hundred_histories(served: Served, template: str) -> None:
+def test_two_hundred_more_histories_keep_every_word(served: Served, template: str) -> None:
     check_histories(served, template, range(12, 212))
 
 
@@ -66,18 +67,18 @@ def test_arguments_reach_the_template_in_its_own_form(served: Served, arguments:
     function = {"name": "f", "arguments": arguments}
     call = {"id": "c", "type": "function", "function": function}
     body = {"messages": [USER, {"role": "assistant", "tool_calls": [call]}, USER]}
-    empty = arguments in ("", "  ", "null", None)
-    whole = arguments in ('{"path": "a"}', {"path": "a"})
+    is_empty = arguments in ("", "  ", "null", None)
+    is_object = arguments in ('{"path": "a"}', {"path": "a"})
     with scripted(served, template="{{ messages[1].tool_calls[0].function.arguments | tojson }}"):
-        shown = json.loads(prompt_of(served, CHAT, body))
-    if whole or empty:
-        assert shown == ({"path": "a"} if whole else {})
+        rendered = json.loads(prompt_of(served, CHAT, body))
+    if is_object or is_empty:
+        assert rendered == ({"path": "a"} if is_object else {})
     elif arguments not in ("{}", '{"a": NaN}'):
-        assert shown == {"arguments": arguments}
+        assert rendered == {"arguments": arguments}
     joined = "{{ '' + messages[1].tool_calls[0].function.arguments }}"
     with scripted(served, template=joined):
         text = prompt_of(served, CHAT, body)
-    if isinstance(arguments, str) and not empty and not whole and arguments != '{"a": NaN}':
+    if isinstance(arguments, str) and not is_empty and not is_object and arguments != '{"a": NaN}':
         assert text == arguments
 
 
@@ -85,16 +86,16 @@ def test_later_instructions_are_said_in_the_users_turn(served: Served) -> None:
     """Those at the beginning are one message, in each API."""
     turns = [Turn("system", "s"), Turn("developer", "d"), Turn("user", "u"), Turn("assistant", "a")]
     turns += [Turn("system", "late"), Turn("assistant", "b"), Turn("user", "v")]
-    shown = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
+    template = "{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}"
     expected = "system=s\n\nd;user=u;assistant=a;user=late;assistant=b;user=v;"
     for path in PATHS:
-        with scripted(served, template=shown):
+        with scripted(served, template=template):
             assert prompt_of(served, path, body_of(path, turns)) == expected
 
 
-def test_a_turn_without_content(served: Served) -> None:
-    """Of the assistant's or a tool's; the user's is still refused by name."""
-    shown = (
+def test_a_turn_without_content_is_read(served: Served) -> None:
+    """It may be the assistant's or a tool's; a user's is refused by name."""
+    template = (
         "{% for m in messages %}{{ m.role }}={{ m.content }}/{{ m.reasoning_content }};{% endfor %}"
     )
     refused: list[dict[str, Any]] = [
@@ -109,7 +110,7 @@ def test_a_turn_without_content(served: Served) -> None:
         ({"reasoning": "hm", "content": None}, "assistant=/hm;"),
     ]
     for turn, expected in cases:
-        with scripted(served, template=shown):
+        with scripted(served, template=template):
             body = {"messages": [USER, {"role": "assistant", **turn}, USER]}
             assert prompt_of(served, CHAT, body) == f"user=Hi/;{expected}user=Hi/;"
     for role in ("user", "system"):

@@ -1,4 +1,5 @@
-"""Requests that mean harm or make no sense: refused in the API's form, and the next one is answered."""
+"""Requests that mean harm or make no sense: refused in the API's form, and the next one is
+answered."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def schema(value: Any) -> dict[str, Any]:
-    """A response format of a JSON schema."""
+    """Return a response format of a JSON schema."""
     return {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
     }
 
 
 def user(content: Any, **fields: Any) -> dict[str, Any]:
-    """A message."""
+    """Return a message."""
     return {"messages": [{"role": "user", "content": content, **fields}]}
 
 
@@ -98,11 +99,13 @@ FIELDS: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), FIELDS)
-def test_fields(served: Served, fields: dict[str, Any], param: str | None) -> None:
-    found, answer = served.send(
+def test_wrong_fields_are_refused_by_name(
+    served: Served, fields: dict[str, Any], param: str | None
+) -> None:
+    answer_status, answer = served.send(
         "POST", CHAT_PATH, {"messages": MESSAGES, "max_tokens": 4, **fields}
     )
-    assert found == (404 if "model" in fields else 400), answer
+    assert answer_status == (404 if "model" in fields else 400), answer
     assert answer["type"] == "error" and set(answer["error"]) == {
         "message",
         "type",
@@ -116,8 +119,12 @@ def test_fields(served: Served, fields: dict[str, Any], param: str | None) -> No
 
 def test_large_grammars_cost_little(served: Served) -> None:
     """They are expanded where the text comes to them."""
-    for wish in ({"pattern": "(a{1000}){1000}{1000}"}, {"minLength": 10**9}, {"maxLength": 10**9}):
-        served.chat(max_tokens=4, **schema({"type": "string", **wish}))
+    for keywords in (
+        {"pattern": "(a{1000}){1000}{1000}"},
+        {"minLength": 10**9},
+        {"maxLength": 10**9},
+    ):
+        served.chat(max_tokens=4, **schema({"type": "string", **keywords}))
 
 
 DEEP = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -142,9 +149,9 @@ BODIES: list[bytes] = [
 
 
 @pytest.mark.parametrize("number", range(len(BODIES)))
-def test_bodies(served: Served, number: int) -> None:
-    found, answer = served.send("POST", CHAT_PATH, BODIES[number])
-    assert found == (413 if len(BODIES[number]) > 16 << 20 else 400) and answer["error"]["message"]
+def test_malformed_bodies_are_refused(served: Served, number: int) -> None:
+    status, answer = served.send("POST", CHAT_PATH, BODIES[number])
+    assert status == (413 if len(BODIES[number]) > 16 << 20 else 400) and answer["error"]["message"]
 
 
 HEADS: dict[str, list[dict[str, str]]] = {
@@ -161,7 +168,7 @@ HEADS: dict[str, list[dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("status", HEADS)
-def test_heads(served: Served, status: str) -> None:
+def test_hostile_heads_are_refused(served: Served, status: str) -> None:
     """And what is no HTTP."""
 
     def answered(data: bytes) -> str:
@@ -193,9 +200,11 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("method", "path", "status"), PATHS)
-def test_paths(served: Served, method: str, path: str, status: int) -> None:
-    found, answer = served.send(method, path)
-    assert found == status
+def test_unknown_paths_and_methods_are_refused(
+    served: Served, method: str, path: str, status: int
+) -> None:
+    answer_status, answer = served.send(method, path)
+    assert answer_status == status
     assert answer["error"]["type"] == (
         "not_found_error" if status == 404 else "invalid_request_error"
     )
@@ -216,17 +225,17 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_other_paths(served: Served, path: str) -> None:
+def test_wrong_bodies_of_other_paths_are_refused(served: Served, path: str) -> None:
     for body in OTHERS[path]:
-        found, answer = served.send("POST", path, body)
-        assert found == 400 and answer["error"]["message"], body
+        status, answer = served.send("POST", path, body)
+        assert status == 400 and answer["error"]["message"], body
 
 
 WRONG: list[Any] = ["x", 3.5, -(10**30), True, [], [[]], [{}], {}, {"type": []}, [None]]
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_every_field_with_every_type(served: Served, path: str) -> None:
+def test_every_field_reads_or_refuses_every_type(served: Served, path: str) -> None:
     """A value of any type is read, or refused as the API does it."""
     chat = {"messages": MESSAGES, "max_tokens": 3}
     bases: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -242,5 +251,5 @@ def test_every_field_with_every_type(served: Served, path: str) -> None:
 
 
 def test_the_server_still_answers(served: Served) -> None:
-    """What came before has left nothing behind."""
+    """The hostile requests before this test have left no request behind."""
     assert served.service.open_requests == 0 and served.say() == served.say() != ""

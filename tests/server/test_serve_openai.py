@@ -1,4 +1,5 @@
-"""The official clients, in another interpreter, and what the pages show: curl, Python, fields, flags."""
+"""The official clients, in another interpreter, and what the pages show: curl, Python, fields,
+flags."""
 
 from __future__ import annotations
 
@@ -138,12 +139,12 @@ print("all held")
 
 
 def blocks(language: str) -> list[str]:
-    """The page's code of a language."""
+    """Return the page's code of a language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def python_with(package: str) -> str:
-    """An interpreter that has a package."""
+    """Return an interpreter that has a package."""
     python = os.environ.get("OPENAI_PYTHON", sys.executable)
     if subprocess.run(
         [python, "-c", f"import {package}"], check=False, capture_output=True
@@ -154,10 +155,10 @@ def python_with(package: str) -> str:
 
 @pytest.mark.openai
 @pytest.mark.parametrize("package", ["openai", "anthropic"])
-def test_the_official_clients(served: Served, package: str) -> None:
+def test_the_official_clients_are_served(served: Served, package: str) -> None:
     """Everything above, then what the page shows."""
-    shown = blocks("python")[0].replace("7373", str(served.port))
-    code = SHARED + (SCRIPT + shown if package == "openai" else ANTHROPIC)
+    prints = blocks("python")[0].replace("7373", str(served.port))
+    code = SHARED + (SCRIPT + prints if package == "openai" else ANTHROPIC)
     command = [python_with(package), "-c", code, f"http://127.0.0.1:{served.port}/v1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.stdout.startswith("all held\n" + "Join two or more" * (package == "openai")), (
@@ -167,7 +168,7 @@ def test_the_official_clients(served: Served, package: str) -> None:
 
 
 @pytest.mark.openai
-def test_llm(served: Served, tmp_path: Path) -> None:
+def test_llm_is_served(served: Served, tmp_path: Path) -> None:
     """The command `llm` with the page's lines: whole, streamed, and held to a schema."""
     command = [python_with("llm"), "-m", "llm", "-m", "spd", QUESTION, "-o", "temperature", "0"]
     lines = blocks("yaml")[0].replace("7373", str(served.port))
@@ -188,11 +189,13 @@ def test_llm(served: Served, tmp_path: Path) -> None:
     streamed = ask(*short)
     assert streamed.startswith("Join two or more") and ask(*short, "--no-stream") == streamed
     yes_or_no = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]'
-    held = ask("-o", "max_tokens", "80", "--schema", yes_or_no + ', "additionalProperties": false}')
-    assert list(json.loads(held)) == ["ok"]
+    constrained = ask(
+        "-o", "max_tokens", "80", "--schema", yes_or_no + ', "additionalProperties": false}'
+    )
+    assert list(json.loads(constrained)) == ["ok"]
 
 
-def test_curl(served: Served) -> None:
+def test_the_documented_curl_is_served(served: Served) -> None:
     (command,) = (block for block in blocks("sh") if block.startswith("curl"))
     command = command.replace("curl", "curl -s", 1).replace("7373", str(served.port))
     ran = subprocess.run(
@@ -202,10 +205,10 @@ def test_curl(served: Served) -> None:
 
 
 def test_every_field_is_listed() -> None:
-    beside = {"messages", "model", "stream", "speculative", "temperature", *PASSED_OVER}
+    extra_names = {"messages", "model", "stream", "speculative", "temperature", *PASSED_OVER}
     penalties = {name for name in CHAT_FIELDS if name.endswith("_penalty")}
     assert {
-        name for name in CHAT_FIELDS.keys() - beside - penalties if f"`{name}`" not in PAGE
+        name for name in CHAT_FIELDS.keys() - extra_names - penalties if f"`{name}`" not in PAGE
     } == set()
 
 
@@ -218,10 +221,10 @@ ROWS = re.findall(r"\| (\d+) GB \| `spd serve Qwen/(\S+) ?(.*?)` \| ([\d,]+) \|"
 def test_recommended_flags_fit(number: int, tmp_path: Path) -> None:
     """And leave no fifth of the context unused that the card could hold."""
     assert {row[0] for row in ROWS} == {"24", "32", "48", "80"}, "every card is there"
-    card, model, flags, shown = ROWS[number]
+    card, model, flags, output = ROWS[number]
     values = dict(re.findall(r"--(\S+) (\S+)", flags))
     ctx = parse_size(values.pop("ctx"))
-    assert ctx == int(shown.replace(",", "")) and values.keys() <= {"quantize", "concurrency"}
+    assert ctx == int(output.replace(",", "")) and values.keys() <= {"quantize", "concurrency"}
     folder = ModelFolder.resolve(str(write_published(tmp_path, RELEASES[model])))
     slots = int(values["concurrency"])
     config = EngineConfig(model=folder, quantize=values.get("quantize", "none"), slots=slots)

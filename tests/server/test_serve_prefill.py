@@ -23,20 +23,22 @@ TEMPLATES = (PLAIN, PLAIN.replace("m.content", "m.content | trim"))
 
 
 def test_a_reply_that_is_begun_is_continued(served: Served) -> None:
-    """Whole and streamed, in both APIs, as the raw prompt would be; what is begun is not repeated."""
+    """Whole and streamed, in both APIs, as the raw prompt would be; what is begun is not
+    repeated.
+    """
     body: dict[str, Any] = {"messages": [*MESSAGES, BEGUN], **GREEDY}
     raw = served.ask("/v1/completions", {"prompt": RENDERED, **GREEDY})["choices"][0]["text"]
-    whole = served.ask(CHAT, body)
-    assert whole["choices"][0]["message"]["content"] == raw != ""
-    assert served.ask(CHAT, {**body, "continue_final_message": True})["usage"] == whole["usage"]
+    reply = served.ask(CHAT, body)
+    assert reply["choices"][0]["message"]["content"] == raw != ""
+    assert served.ask(CHAT, {**body, "continue_final_message": True})["usage"] == reply["usage"]
     events = served.stream(**body)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == raw
     assert served.ask(MESSAGE, body)["content"][0]["text"] == raw
     events = served.named_events(MESSAGE, **body)
-    deltas = [one["delta"]["text"] for one in events if one["type"] == "content_block_delta"]
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(deltas) == raw
     speculative = {"speculative": {"spec": "off"}}
-    assert served.ask(CHAT, {**body, **speculative})["choices"] == whole["choices"]
+    assert served.ask(CHAT, {**body, **speculative})["choices"] == reply["choices"]
     new_turn = {**body, "continue_final_message": False, "add_generation_prompt": True}
     assert served.ask(CHAT, new_turn)["choices"][0]["message"]["content"] != raw
 
@@ -56,8 +58,8 @@ def test_the_prompt_is_that_of_transformers(served: Served, template: str, conte
     vocabulary = served.service.settings.vocabulary
     with scripted(served, template=template):
         body: dict[str, Any] = {"messages": messages}
-        (asked,) = read_chat(body, served.service.settings).prompts
-        ids = encode_prompt(asked, served.service.settings.vocabulary, 1 << 20)
+        (prompt,) = read_chat(body, served.service.settings).prompts
+        ids = encode_prompt(prompt, served.service.settings.vocabulary, 1 << 20)
     tokenizer = vocabulary.need_tokenizer()
     assert tokenizer.decode(ids, skip_special=False) == expected
     assert ids.count(tokenizer.special_tokens["<|im_end|>"]) == 1
@@ -73,9 +75,9 @@ def test_the_prompt_is_that_of_transformers(served: Served, template: str, conte
     ],
 )
 def test_what_cannot_be_continued_is_refused(
-    served: Served, path: str, turns: list[Any], more: dict[str, Any], param: str | None
+    served: Served, path: str, turns: list[Any], fields: dict[str, Any], param: str | None
 ) -> None:
-    body = {"messages": [*MESSAGES, *turns], "max_tokens": 3, **more}
+    body = {"messages": [*MESSAGES, *turns], "max_tokens": 3, **fields}
     status, answer = served.send("POST", path, body)
     assert status == 400 and answer["error"]["param"] == (param or "continue_final_message")
 

@@ -1,4 +1,5 @@
-"""Conversations in every form of calls: prompts are `transformers`' own, byte for byte, and calls are read.
+"""Conversations in every form of calls: prompts are `transformers`' own, byte for byte, and calls
+are read.
 
 The templates are written for this test, with the marks and the means of the families' own.
 """
@@ -100,7 +101,9 @@ TEMPLATE = """{{ bos_token }}
 
 
 def template_of(form: str, calls: str = "") -> str:
-    """A template in the style of a form's families, with calls as they write them or as `calls`."""
+    """Return a template in the style of a form's families, with calls as they write them or as
+    `calls`.
+    """
     begin, end = FRAMES.get(form, ("<|im_start|>{{ m.role }}\n", "<|im_end|>\n"))
     words = {**WORDS, "begin": begin, "end": end, "calls": calls or CALLS[form]}
     text = TEMPLATE
@@ -117,8 +120,8 @@ def test_prompts_are_transformers_own_and_calls_are_read(form: str) -> None:
     template = template_of(form)
     assert call_form(template) is FORMS[form]
     assert checked_form(ChatTemplate("", {"default": template}, SPECIAL)) is FORMS[form]
-    for name, what, mine, theirs in cells(template):
-        assert mine is not None and mine in theirs, (name, what)
+    for name, variant, mine, theirs in cells(template):
+        assert mine is not None and mine in theirs, (name, variant)
     assert read_back(template) == ("1 calls read" if form == "Llama 3" else "2 calls read")
 
 

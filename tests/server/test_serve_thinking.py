@@ -1,4 +1,5 @@
-"""Thinking of every family: told from the answer and counted however tokens come; calls in it are none."""
+"""Thinking of every family: told from the answer and counted however tokens come; calls in it
+are none."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from spd.runtime.engine.sequence import Detokenizer
 
 
 class Family(NamedTuple):
-    """How a family marks thinking: what its template holds, its tokens, and a reply with the parts of it."""
+    """How a family marks thinking: what its template holds, its tokens, and a reply with the
+    parts of it.
+    """
 
     template: str
     special: Sequence[str]
@@ -155,8 +158,8 @@ FAMILIES = {
 }
 
 
-def opened(folder: Path, special: Sequence[str], added: Sequence[str]) -> Tokenizer:
-    """A tokenizer of bytes with further tokens, special ones and others."""
+def open_tokenizer(folder: Path, special: Sequence[str], added: Sequence[str]) -> Tokenizer:
+    """Return a tokenizer of bytes with further tokens, special ones and others."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -180,19 +183,19 @@ def events(
     stops: Sequence[str] = (),
     reason: str = "stop",
 ) -> Iterator[Event]:
-    """What the engine brings of a reply, so many tokens a round; it ends at the first stop string."""
+    """Yield the events of a reply with `size` tokens a round; it ends at the first stop string."""
     detokenizer = Detokenizer(tokenizer.decode_bytes, stops, 0)
     for start in range(0, max(1, len(ids)), size):
-        taken = list[int]()
+        round_ids = list[int]()
         for token in ids[start : start + size]:
-            taken.append(token)
+            round_ids.append(token)
             if detokenizer.push(token):
                 break
         ends = detokenizer.stop is not None or start + size >= len(ids)
         text = detokenizer.take(final=ends)
         yield Event(
             "",
-            tuple(taken),
+            tuple(round_ids),
             text,
             ("stop" if detokenizer.stop is not None else reason) if ends else None,
         )
@@ -202,38 +205,40 @@ def events(
 
 Parts = list[tuple[str, str, str]]
 """The kind, name and text of each."""
-Shown = tuple[Parts, Parts, int, str | None, Any]
+Collected = tuple[Parts, Parts, int, str | None, Any]
 
 
-def shown(choice: ReplyBuilder, brought: Iterator[Event]) -> Shown:
-    """The parts of a reply as a stream tells them and as a whole, and all that is counted and noted."""
+def collect_reply(choice: ReplyBuilder, reply_events: Iterator[Event]) -> Collected:
+    """Return the parts of a reply as a stream tells them and as a whole, and all that is counted
+    and noted.
+    """
     streamed = dict[int, tuple[str, str, str]]()
-    for event in brought:
+    for event in reply_events:
         for part, text, begins in choice.add_event(event):
             assert begins == (part.index not in streamed)
             _, _, before = streamed.get(part.index, ("", "", ""))
             streamed[part.index] = (part.kind, part.name, before + text)
-    whole: Parts = [(part.kind, part.name, part.text) for part in choice.parts]
-    return [*streamed.values()], whole, choice.reasoning_tokens, choice.stop, choice.notes_field
+    complete: Parts = [(part.kind, part.name, part.text) for part in choice.parts]
+    return [*streamed.values()], complete, choice.reasoning_tokens, choice.stop, choice.notes_field
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_thinking_of_every_family(name: str, tmp_path: Path) -> None:
+def test_thinking_of_every_family_is_split(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
-    tokenizer = opened(tmp_path, family.special, family.added)
+    tokenizer = open_tokenizer(tmp_path, family.special, family.added)
     marks = marks_of(family.template, tokenizer)
     ids = tokenizer.encode(family.reply, parse_special=True)
-    found = list[Shown]()
+    collected = list[Collected]()
     for size in (1, 2, 3, 5, len(ids)):
         choice = ReplyBuilder(0, family.inside, None, tokenizer, marks=marks)
-        found.append(shown(choice, events(tokenizer, ids, size)))
+        collected.append(collect_reply(choice, events(tokenizer, ids, size)))
         message = choice.message()
         thought = message.get("reasoning_content", "")
         answer = message["content"]
         assert (thought, answer) == (family.thinking, family.answer), size
-    assert all(one == found[0] for one in found)
-    streamed, whole, count, _, notes = found[0]
-    assert streamed == whole and notes == {}
+    assert all(other == collected[0] for other in collected)
+    streamed, complete, count, _, notes = collected[0]
+    assert streamed == complete and notes == {}
     assert bool(family.thinking) <= bool(count)
 
 
@@ -264,7 +269,7 @@ def test_no_grouping_of_tokens_changes_a_reply(seed: int, tmp_path: Path) -> Non
     rng = random.Random(seed)
     special = ("[THINK]", "[/THINK]", "<|channel>", "<channel|>")
     calls = ("<tool_call>", "</tool_call>")
-    tokenizer = opened(tmp_path, (*special, *calls) if seed % 2 else special, PLAIN)
+    tokenizer = open_tokenizer(tmp_path, (*special, *calls) if seed % 2 else special, PLAIN)
     marks = marks_of("{{ '<think>' }}", tokenizer)
     for _ in range(25):
         text = "".join(rng.choices(WORDS, k=rng.randint(1, 14)))
@@ -273,21 +278,21 @@ def test_no_grouping_of_tokens_changes_a_reply(seed: int, tmp_path: Path) -> Non
         tools = Tools(LOOKUP, FORM) if rng.random() < 0.7 else None
         inside = rng.choice((True, False, None))
         reason = rng.choice(("stop", "length"))
-        found = [
-            shown(
+        collected = [
+            collect_reply(
                 ReplyBuilder(0, inside, tools, tokenizer, marks=marks),
                 events(tokenizer, ids, size, stops, reason),
             )
             for size in (1, 2, 5, len(ids))
         ]
-        for one in found:
-            assert one == found[0], (text, stops, inside)
-            assert one[0] == one[1], "a stream tells what the whole holds"
+        for other in collected:
+            assert other == collected[0], (text, stops, inside)
+            assert other[0] == other[1], "a stream tells what the whole holds"
 
 
-def test_what_is_counted_as_thinking(tmp_path: Path) -> None:
+def test_thinking_is_counted_up_to_its_closing_mark(tmp_path: Path) -> None:
     """Tokens up to the closing mark, with it; the opening one is the template's or none."""
-    tokenizer = opened(tmp_path, (), PLAIN)
+    tokenizer = open_tokenizer(tmp_path, (), PLAIN)
     for text, inside, tokens in (
         ("hm</think>Yes", True, 3),
         ("<think>hm</think>Yes", False, 3),
@@ -298,17 +303,17 @@ def test_what_is_counted_as_thinking(tmp_path: Path) -> None:
         ids = tokenizer.encode(text, parse_special=True)
         for size in (1, 2, 5, len(ids)):
             choice = ReplyBuilder(0, inside, None, tokenizer, marks=marks_of("", tokenizer))
-            shown(choice, events(tokenizer, ids, size))
+            collect_reply(choice, events(tokenizer, ids, size))
             assert choice.reasoning_tokens == tokens, (text, size)
 
 
 def test_a_special_token_of_a_call_stands_where_it_was_written(tmp_path: Path) -> None:
     """Although the text behind it is held back, for it may begin a stop string."""
-    tokenizer = opened(tmp_path, ("<tool_call>", "</tool_call>"), PLAIN)
+    tokenizer = open_tokenizer(tmp_path, ("<tool_call>", "</tool_call>"), PLAIN)
     ids = tokenizer.encode(f"ü\n{CALL}", parse_special=True)
     for size in (1, 2, 5, len(ids)):
         choice = ReplyBuilder(0, False, Tools(LOOKUP, FORM), tokenizer)
-        shown(choice, events(tokenizer, ids, size, ("\n{y",)))
+        collect_reply(choice, events(tokenizer, ids, size, ("\n{y",)))
         assert [(part.kind, part.text) for part in choice.parts] == [
             ("text", "ü"),
             ("call", '{"n": 1}'),
@@ -337,14 +342,16 @@ UNKNOWN = CALL.replace("lookup", "other")
         ("", False, "stop", False, False),
     ],
 )
-def test_a_call_in_thinking(text, inside, reason, called, noted, tmp_path) -> None:
+def test_a_call_that_ends_thinking_counts(text, inside, reason, called, noted, tmp_path) -> None:
     """It counts where the reply ends with it before thinking does; an empty answer is noted."""
-    tokenizer = opened(tmp_path, (), PLAIN)
+    tokenizer = open_tokenizer(tmp_path, (), PLAIN)
     ids = tokenizer.encode(text, parse_special=True)
     for size in (1, 5, max(1, len(ids))):
         choice = ReplyBuilder(0, inside, Tools(LOOKUP, FORM), tokenizer)
-        streamed, whole, _, _, notes = shown(choice, events(tokenizer, ids, size, reason=reason))
-        assert streamed == whole and bool(choice.calls) == called
+        streamed, complete, _, _, notes = collect_reply(
+            choice, events(tokenizer, ids, size, reason=reason)
+        )
+        assert streamed == complete and bool(choice.calls) == called
         assert {part.text for part in choice.calls} <= {'{"n": 1}'}
         assert notes == ({"notes": [UNANSWERED]} if noted else {})
 
@@ -372,11 +379,11 @@ def test_a_call_in_thinking(text, inside, reason, called, noted, tmp_path) -> No
     ],
 )
 def test_a_call_that_is_only_thought_about_is_none(form, special, reply, tmp_path) -> None:
-    tokenizer = opened(tmp_path, special, ())
+    tokenizer = open_tokenizer(tmp_path, special, ())
     ids = tokenizer.encode(reply, parse_special=True)
     for size in (1, 2, 5, len(ids)):
         tools = Tools(LOOKUP, FORMS[form])
         choice = ReplyBuilder(0, False, tools, tokenizer, marks=marks_of("", tokenizer))
-        shown(choice, events(tokenizer, ids, size))
+        collect_reply(choice, events(tokenizer, ids, size))
         assert [part.text.replace(" ", "") for part in choice.calls] == ['{"n":1}']
         assert choice.text_of("text").strip() == ""

@@ -1,4 +1,5 @@
-"""`spd generate` and `spd chat` through a server print what they print alone; servers start and stop."""
+"""`spd generate` and `spd chat` through a server print what they print alone; servers start and
+stop."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("keep_threads")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A runtime folder of one's own."""
+    """Return a runtime folder of one's own."""
     return tmp_path_factory.mktemp("runtime")
 
 
@@ -50,26 +51,26 @@ def begin(home: Path, *words: str, code: str = "") -> subprocess.Popen[str]:
 
 
 def spd(
-    home: Path, *words: str, said: str = "", code: str = ""
+    home: Path, *words: str, stdin: str = "", code: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run spd on some input to its end."""
     process = begin(home, *words, code=code)
-    out, err = process.communicate(said, timeout=120)
+    out, err = process.communicate(stdin, timeout=120)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
-    """A server that is ready, and its port."""
+    """Return a server that is ready, and its port."""
     process = begin(home, "serve", "--port", "0", "--threads", "1", *words)
-    found = re.search(r":(\d+)/v1", process.stderr.readline())
-    assert found
+    match = re.search(r":(\d+)/v1", process.stderr.readline())
+    assert match
     wait_until((home / "spd" / f"{process.pid}.sock").exists)
-    return process, int(found[1])
+    return process, int(match[1])
 
 
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[int]:
-    """A server of the demo in a process of its own; its port."""
+    """Yield a server of the demo in a process of its own; its port."""
     process, port = start(home)
     yield port
     process.send_signal(signal.SIGTERM)
@@ -78,7 +79,8 @@ def server(home: Path) -> Iterator[int]:
 
 
 NOT_WARM = {"tokenizers", "spd.formats.model_config", "importlib.metadata", "secrets"}
-"""What a prompt that a server answers does without: each takes milliseconds of the time to its first byte."""
+"""What a prompt that a server answers does without: each takes milliseconds of the time to its
+first byte."""
 COMMANDS: list[list[str]] = [
     ["--temperature", "0", "-n", "20", QUESTION],
     ["--temperature", "0.8", "--seed", "5", "-n", "60", "-s", "Be terse", QUESTION],
@@ -109,7 +111,9 @@ COMMANDS: list[list[str]] = [
 
 @pytest.mark.covers(count=5)
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
-def test_the_same_bytes_and_status(home: Path, server: int, number: int, spd_run: Any) -> None:
+def test_a_server_gives_the_same_bytes_and_status(
+    home: Path, server: int, number: int, spd_run: Any
+) -> None:
     words = ["generate", "--threads", "1", *COMMANDS[number]]
     warm = spd(home, *words)
     alone = spd_run(*words, "--no-server", stdin=b"")
@@ -120,12 +124,14 @@ def test_the_same_bytes_and_status(home: Path, server: int, number: int, spd_run
         assert warm.stdout == alone.text
 
 
-def timeless(shown: dict[str, Any]) -> dict[str, Any]:
-    """A reply without times, and without what follows from them: how many drafts there were."""
+def timeless(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return a reply without times, and without what follows from them: how many drafts there
+    were.
+    """
     for name in ("timings", "metrics"):
-        shown[name] = sorted(shown.get(name, ()))
-    shown.get("plan", {}).pop("memory_budget_bytes", None)
-    return shown
+        reply[name] = sorted(reply.get(name, ()))
+    reply.get("plan", {}).pop("memory_budget_bytes", None)
+    return reply
 
 
 ODD = {"temperature": 0.9, "logprobs": 1, "stop": "path", "logit_bias": {"5": 1}}
@@ -144,21 +150,21 @@ def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None
     """Those that are refused, too."""
     lines = "".join(json.dumps(line) + "\n" for line in LINES)
     words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
-    warm = spd(home, *words, said=lines)
+    warm = spd(home, *words, stdin=lines)
     alone = spd_run(*words, "--no-server", stdin=lines.encode())
     assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
     assert warm.returncode == alone.code == 7
-    one, other = (
-        [timeless(json.loads(line)) for line in ran.splitlines()]
-        for ran in (warm.stdout, alone.text)
+    warm_lines, alone_lines = (
+        [timeless(json.loads(line)) for line in output.splitlines()]
+        for output in (warm.stdout, alone.text)
     )
-    assert one == other and len(one) == len(LINES)
+    assert warm_lines == alone_lines and len(warm_lines) == len(LINES)
 
 
 def test_a_chat_goes_on_alike(home: Path, server: int, spd_run: Any) -> None:
     """Turns are taken back and asked again; another engine is loaded here."""
     words = ["chat", "--no-save", "--threads", "1", "-n", "16", "--seed", "4", "-v"]
-    warm = spd(home, *words, said=SAID)
+    warm = spd(home, *words, stdin=SAID)
     alone = spd_run(*words, "--no-server", stdin=SAID.encode())
     assert (warm.returncode, warm.stdout) == (alone.code, alone.text) and warm.stdout.count(
         "\n"
@@ -177,7 +183,7 @@ def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[st
         f"try: main([*{words!r}, '-v', '-n', '3', '--threads', '1'])\n"
         f"finally: print({unused} & set(sys.modules), file=sys.stderr)"
     )
-    ran = spd(home, said='{"prompt": "a"}', code=code)
+    ran = spd(home, stdin='{"prompt": "a"}', code=code)
     assert f"server  http://127.0.0.1:{server}/v1" in ran.stderr
     assert ran.stderr.rstrip().endswith("set()")
 
@@ -196,15 +202,15 @@ def test_ctrl_c_ends_the_request_and_keeps_what_came(
     out, err = process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT
     if "--json" in words:
-        shown = json.loads(out)
-        assert shown["finish_reason"] == "abort" and shown["text"]
+        reply = json.loads(out)
+        assert reply["finish_reason"] == "abort" and reply["text"]
     else:
         assert out == "" and "stopped after 0 of 1 lines" in err
     wait_until(lambda: health(server)["running"] == 0)
 
 
 def health(port: int) -> dict[str, Any]:
-    """What a server says of itself."""
+    """Return a server's answer to /health."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
         return json.load(answer)
 
@@ -214,8 +220,8 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
     assert ran.returncode == 0
     assert ran.stdout.startswith(f"demo · http://127.0.0.1:{server}/v1 · pid ")
     assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
-    (shown,) = json.loads(spd(home, "serve", "--status", "--json").stdout)["servers"]
-    assert {"model", "url", "pid", "spec", "ctx", "slots", "running"} <= shown.keys()
+    (status,) = json.loads(spd(home, "serve", "--status", "--json").stdout)["servers"]
+    assert {"model", "url", "pid", "spec", "ctx", "slots", "running"} <= status.keys()
     ran = spd(home, "serve", "--json")
     assert ran.returncode == 2 and "--json is for --status" in ran.stdout
     words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
@@ -226,7 +232,7 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
     assert spd(home, "generate", "--draft-model", "org/none", "--pull", QUESTION).returncode == 8
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken_is_refused() -> None:
     with listen("127.0.0.1", 0) as first, pytest.raises(UsageError, match="Address already in use"):
         listen("127.0.0.1", first.getsockname()[1])
 
@@ -244,7 +250,8 @@ def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
         os.chown(tmp_path / "spd", 65534, -1)
         ran.append(spd(tmp_path, "generate", QUESTION))
     assert all(
-        each.returncode == 5 and "not a folder of yours alone" in each.stderr for each in ran
+        process.returncode == 5 and "not a folder of yours alone" in process.stderr
+        for process in ran
     )
 
 
@@ -273,8 +280,10 @@ def test_a_killed_server_stops_no_other_and_stop_lets_replies_end(tmp_path: Path
     response = connection.getresponse()
     response.readline()
     assert spd(tmp_path, "serve", "--stop").returncode == 0
-    rest = response.read().decode()
-    assert '"finish_reason":"length"' in rest and rest.endswith("data: [DONE]\n\n")
+    remaining_stream = response.read().decode()
+    assert '"finish_reason":"length"' in remaining_stream and remaining_stream.endswith(
+        "data: [DONE]\n\n"
+    )
     assert process.wait(30) == 0
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
@@ -295,12 +304,14 @@ def test_a_server_that_is_stopped_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     ran = spd(tmp_path, "serve", "--detach", "--idle", "1s", "--port", "0", "--threads", "1")
     assert ran.returncode == 0
-    where, what = ran.stderr.splitlines()
-    assert where.startswith("serving demo at http://127.0.0.1:") and what.startswith("pid ")
+    address_line, process_line = ran.stderr.splitlines()
+    assert address_line.startswith("serving demo at http://127.0.0.1:") and process_line.startswith(
+        "pid "
+    )
     wait_until(lambda: not list((tmp_path / "spd").iterdir()))  # neither socket nor log stays
     assert spd(tmp_path, "serve", "--stop").returncode == 3
-    refused, told = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
-    assert refused.returncode == 3 and (told.returncode, told.stderr) == (3, refused.stderr)
+    refused, detached = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
+    assert refused.returncode == 3 and (detached.returncode, detached.stderr) == (3, refused.stderr)
     assert not list((tmp_path / "spd").iterdir())
 
 
@@ -315,7 +326,7 @@ def test_a_form_of_calls_that_is_not_known_is_noted(tmp_path: Path) -> None:
     process = begin(tmp_path, "serve", str(model), "--port", "0", "--threads", "1")
     wait_until((tmp_path / "spd" / f"{process.pid}.sock").exists)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=30)
-    lines = said.splitlines()
+    _, stderr = process.communicate(timeout=30)
+    lines = stderr.splitlines()
     assert process.returncode == 0 and lines[0].startswith("serving ")
-    assert lines[1] == f"note: {UNKNOWN_FORM}" and said.count(UNKNOWN_FORM) == 1
+    assert lines[1] == f"note: {UNKNOWN_FORM}" and stderr.count(UNKNOWN_FORM) == 1
