@@ -1,4 +1,4 @@
-"""Suites that others wrote, and suites of spd's own, in one report.
+"""Suites of other projects and of spd, in one report.
 
     python -m benchmarks.suites --llama DIR --jsonschema DIR --vllm DIR [--client PYTHON]
         [--only NAME,…] [--out FILE]
@@ -48,7 +48,7 @@ SUITES: Mapping[str, tuple[str, Run]] = {
     "hostile-folders": ("", lambda options: hostile.run_files()),
     "hostile-requests": ("", lambda options: hostile.run_server()),
 }
-"""Suites by their names: the option that names their package, and what runs them."""
+"""Suites by name: the option that names their package, and the function that runs them."""
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:

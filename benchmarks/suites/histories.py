@@ -49,7 +49,7 @@ CALL_ARGUMENTS: Sequence[str | None] = (
     "not JSON",
     None,
 )
-"""Arguments of earlier calls as clients keep them: whole ones, empty ones, cut ones, and none."""
+"""Arguments of earlier calls as clients send them: complete, empty, cut, and none."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Turn:
     role: str
     text: str | None = None
     parts: bool = False
-    """Whether a client sends the text as a list of parts."""
+    """True if a client sends the text as a list of parts."""
     thought: str | None = None
     refusal: str | None = None
     calls: tuple[Call, ...] = ()
@@ -307,7 +307,7 @@ def _request(source: str, api: str, history: History) -> tuple[str, dict[str, An
 
 
 def _asked(server: Server, name: str, source: str) -> Report:
-    """Ask one server with every history."""
+    """Send every history to one server."""
     report = Report("histories", "")
     jobs = [(api, history) for history in histories() for api in APIS]
     with ThreadPoolExecutor(CLIENTS) as pool:

@@ -24,13 +24,13 @@ from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.served import Server, clean_environment, serving
 
 CPU_SECONDS = 10.0
-"""Within which each input has to end, in time of the CPU: other work does not count."""
+"""CPU seconds within which each input has to end: other work does not count."""
 SECONDS = 60.0
-"""Within which it has to end on a clock."""
+"""Seconds of wall time within which each input has to end."""
 MOST_MIB = 2048.0
 """Memory that one run of the command line may take: torch alone takes a quarter of it."""
 GROWTH_MIB = 512.0
-"""Memory that a server may hold more behind all requests than behind the first ones."""
+"""Memory by which a server may grow between the first requests and the last one."""
 REFUSED = "refused by name"
 ANSWERED = "answered"
 CUT = "cut by its limit"
@@ -119,7 +119,7 @@ def request_outcome(request: Hostile, status: int, answer: Any) -> tuple[str, st
 
 
 def _answer_outcome(request: Hostile, answer: Any, display_text: str) -> tuple[str, str]:
-    """Return the outcome of an answer: whole JSON has to satisfy the request's check."""
+    """Return the outcome of an answer: complete JSON has to satisfy the request's check."""
     if not isinstance(answer, dict):
         return (
             (WRONG, f"an error in the stream: {display_text}")
@@ -144,7 +144,7 @@ def _answer_outcome(request: Hostile, answer: Any, display_text: str) -> tuple[s
 
 
 def run_requests(report: Report, server: Server, requests: Iterator[tuple[str, Hostile]]) -> None:
-    """Count every request, and whether the server's memory stays."""
+    """Count every request, and check that the server's memory does not grow."""
     began = 0.0
     for number, (row, request) in enumerate(requests):
         at = time.monotonic()

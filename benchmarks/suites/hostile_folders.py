@@ -16,12 +16,12 @@ SECRET = "a text of the user that no folder may take with it"
 
 
 class Command(NamedTuple):
-    """A run of the command line, and what it may not do."""
+    """A run of the command line, and the outcome that is a fault."""
 
     name: str
     arguments: list[str]
     must_fail: bool = False
-    """Whether exit status 0 would hide the fault."""
+    """True if exit status 0 would hide the fault."""
 
 
 # -- patterns ----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ LINKS = ("device", "random", "secret", "folder", "pipe", "socket", "loop", "brok
 
 
 def put_link(path: Path, kind: str, secret: Path) -> None:
-    """Put what is no plain file of the folder's at `path`."""
+    """Put something at `path` that is no plain file of the folder."""
     targets = {"device": "/dev/zero", "random": "/dev/urandom", "secret": str(secret)}
     targets |= {"folder": str(secret.parent), "loop": path.name, "broken": "/nowhere/at/all"}
     if kind in targets:

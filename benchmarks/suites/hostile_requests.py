@@ -1,4 +1,4 @@
-"""Hostile requests: schemas, tools, histories and fields, each with what may come of it."""
+"""Hostile requests: schemas, tools, histories and fields, each with its allowed outcomes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ COMPLETIONS = "/v1/completions"
 
 
 class Hostile(NamedTuple):
-    """A request, and what may come of it: a refusal always may."""
+    """A request, and its allowed outcomes: a refusal always is one."""
 
     name: str
     path: str
     body: Any
     refuse: bool = False
-    """Whether nothing but a refusal will do."""
+    """True if a refusal is the only allowed outcome."""
     holds: Check | None = None
-    """What a whole answer's JSON has to satisfy."""
+    """The check that a complete answer's JSON has to satisfy."""
     named: str = ""
-    """What a refusal has to name."""
+    """The text that a refusal has to contain."""
 
 
 def _ask(**fields: Any) -> Json:
@@ -100,7 +100,7 @@ NEVER: Mapping[str, Json] = {
     "$ref that is a number": {"$ref": 3},
     "$defs that are a list": {"$ref": "#/$defs/0", "$defs": [3]},
 }
-"""Schemas that no answer satisfies, or that are none."""
+"""Schemas that no answer satisfies, and values that are no schema."""
 
 
 def _nested(depth: int, kind: str) -> Json:
@@ -241,7 +241,7 @@ SATISFIED: Mapping[str, tuple[Json, Check]] = {
     ),
     "maxItems 0": ({"type": "array", "maxItems": 0}, lambda value: value == []),
 }
-"""Schemas whose whole answers can be checked by hand."""
+"""Schemas whose complete answers can be checked by hand."""
 
 
 def _formats(name: str, schema: Json, **how: Any) -> Iterator[Hostile]:

@@ -32,7 +32,7 @@ LOADED = (
     "spd.runtime.engine.engine",
     "spd.runtime.load.quantize",
 )
-"""What is loaded before children are made, torch with it; none of it starts a thread."""
+"""Modules that are imported before children are made, with torch; none of them starts a thread."""
 
 
 def run_child(arguments: list[str], output: BinaryIO) -> int:

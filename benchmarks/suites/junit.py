@@ -12,7 +12,7 @@ from benchmarks.suites.report import WRONG, Report
 PASSED = "passed"
 ASIDE = "not applicable"
 SHOWN = 500
-"""Characters of a failure that are kept."""
+"""Characters of a failure that are stored."""
 
 
 def count_junit(report: Report, path: Path, not_applicable: Mapping[str, str]) -> None:

@@ -56,7 +56,7 @@ OWN_OPTIONS = {
     "chat_template": "a template by llama.cpp's name",
     "debug": "prompts in answers",
 }
-"""Options of llama.cpp's server that spd has not, as one reads them."""
+"""Options of llama.cpp's server that spd has not, with their descriptions."""
 MODELS = ("bert", "jina", "stories15m", "tinygemma3", "infill", "bartowski")
 RUNNING: dict[tuple[object, ...], tuple[subprocess.Popen[bytes], int]] = {}
 """Servers by their options: a test that asks for the same ones uses the same server."""
@@ -65,7 +65,7 @@ _stream = llama_helpers.ServerProcess.make_stream_request
 
 
 def skip(feature: str) -> None:
-    """Skip a test that is about what llama.cpp alone has."""
+    """Skip a test of a feature that llama.cpp alone has."""
     pytest.skip(f"llama.cpp's own: {feature}")
 
 
@@ -185,7 +185,7 @@ def make_request(
 
 
 def _native(body: Any) -> dict[str, Any]:
-    """Return a completion as llama.cpp's own endpoint tells it."""
+    """Return a completion in the form of llama.cpp's own endpoint."""
     choice = body["choices"][0]
     return {"content": choice["text"], "timings": body.get("timings", {}), "stop": True}
 

@@ -44,7 +44,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Scripted:
-    """A reply with one call, and what it has to give."""
+    """A reply with one call, and the arguments that it has to give."""
 
     row: str
     form: Form
@@ -103,13 +103,13 @@ def _value(form: Form, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around an assistant's turn, for one schema."""
+    """The text that a template writes around an assistant's turn, for one schema."""
 
     template: ChatTemplate
     tools: list[dict[str, Any]]
     prompt: str
     tail: str
-    """What ends a turn."""
+    """The text that ends a turn."""
 
     @classmethod
     def of(cls, template: ChatTemplate, schema: Mapping[str, Any]) -> Frame | None:
@@ -171,7 +171,7 @@ def template_replies(path: Path) -> Iterator[Scripted]:
 
 
 class Checker:
-    """Reads replies and asks grammars, with the marks of all forms as tokens."""
+    """Reads replies and checks them with grammars, with the marks of all forms as tokens."""
 
     def __init__(self, folder: Path) -> None:
         write_tokenizer(folder, sorted(MARKS))
@@ -249,7 +249,7 @@ class Checker:
 
 
 def _exact(value: object) -> str:
-    """Return a text that tells 1 from true and 1.0, and not one order of keys from another."""
+    """Return a text that differs for 1, true and 1.0, and not for orders of keys."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 

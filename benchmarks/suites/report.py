@@ -1,4 +1,4 @@
-"""What a suite reports: outcomes of its cases by row, and the text of each wrong one."""
+"""The report of a suite: outcomes of its cases by row, and the text of each wrong one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WRONG = "wrong"
 KEPT_DETAILS = 40
 """Details that a report shows of one row."""
 STORED_DETAILS = 2
-"""Details that a result file keeps of one row, each in no more than so many characters."""
+"""Details that a result file has of one row, and the characters of each."""
 STORED_CHARACTERS = 300
 
 
@@ -22,10 +22,10 @@ class Report:
 
     suite: str
     source: str
-    """The package that the cases come from, or what makes them."""
+    """The package that the cases come from, or their generator."""
     rows: dict[str, Counter[str]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why cases are set aside, by their names."""
+    """Reasons why cases are set aside, by name."""
     details: list[str] = field(default_factory=list)
 
     def add(self, row: str, outcome: str, detail: str = "") -> None:

@@ -71,7 +71,7 @@ def _pairs(name: str, value: Any) -> list[str]:
 
 
 class Acceptor:
-    """Asks grammars whether they take a text, over a tokenizer of bytes."""
+    """Checks texts with grammars, over a tokenizer of bytes."""
 
     def __init__(self, folder: Path) -> None:
         write_tokenizer(folder)

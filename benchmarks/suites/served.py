@@ -39,7 +39,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """A running server and how to ask it."""
+    """A running server and a client of it."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -67,13 +67,13 @@ class Server:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds that the process has used, its threads together."""
+        """Return the CPU seconds that the process has used, all threads together."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def resident_mib(self) -> float:
-        """Memory that the process holds now."""
+        """Return the MiB of memory that the process holds now."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         line = next(line for line in text.splitlines() if line.startswith("VmRSS:"))
         return int(line.split()[1]) / 1024

@@ -40,7 +40,7 @@ FILES = (
     "tokenize",
     "tool_call",
 )
-"""Files of tests that are about what spd has; the others are set aside whole."""
+"""Files of tests of features that spd has; the other files are set aside."""
 OWN_WORDS = "words of llama.cpp's own endpoint"
 CORS = "spd has no CORS: no web page may ask"
 OWN_METRICS = "names of llama.cpp's own metrics and timings"
@@ -71,13 +71,13 @@ NOT_APPLICABLE: Mapping[str, str] = {
     "security::test_openai_library_correct_api_key": "paths of the API begin with /v1 in spd",
     "security::test_cors_options*": CORS,
 }
-"""Tests that can say nothing about spd, by their names (with wildcards), and why."""
+"""Tests that do not apply to spd, by their names (with wildcards), with the reasons."""
 
 WITHOUT_NAMES: Mapping[str, str] = {
     "message:does not exist: '": "another model's name is a 404 here",
     "message:/model' == '": "this server has no alias",
 }
-"""What fails where `spd serve` answers to its model's own name only."""
+"""Tests that fail if `spd serve` accepts only its model's own name."""
 
 
 def without_model(source: str) -> str:

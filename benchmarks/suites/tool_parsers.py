@@ -79,7 +79,7 @@ NOT_APPLICABLE: Mapping[str, str] = {
     "llama3_json::*surrounding_text*": "calls without marks inside a text",
     "llama3_json::*missing_parameters*": "a call without arguments is one in spd",
 }
-"""Tests that can say nothing about spd, by their names (with wildcards), and why."""
+"""Tests that do not apply to spd, by their names (with wildcards), with the reasons."""
 
 
 def run(vllm: Path) -> Report:

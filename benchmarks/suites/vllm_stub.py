@@ -51,7 +51,7 @@ PARSERS: Mapping[str, str] = {
 
 
 class Record:
-    """A value with whatever fields it is made with; others are None."""
+    """A value with any fields; a field that it was not made with is None."""
 
     def __init__(self, *parts: Any, **fields: Any) -> None:
         self.__dict__.update({name: _record(value) for name, value in fields.items()})
@@ -120,7 +120,7 @@ class CharacterTokenizer:
 
     @property
     def vocab(self) -> Vocabulary:
-        """Every token."""
+        """Return the vocabulary, which has every token."""
         return self.vocabulary
 
     def encode(self, text: str, **options: Any) -> list[int]:
@@ -268,7 +268,7 @@ def detokenize_incrementally(
 
 
 def pytest_configure(config: Any) -> None:
-    """Tell parsers the end of a stream, which vLLM's need not know."""
+    """Finish parsers at the end of a stream, which vLLM's own do not need."""
     from tests.tool_parsers import utils  # vLLM's own, beside this file
 
     run = utils.run_tool_extraction_streaming
@@ -340,7 +340,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return Stub(spec.name)
 
     def exec_module(self, module: Any) -> None:
-        """Nothing is run."""
+        """Do nothing: the module has no code."""
 
 
 sys.meta_path.insert(0, Finder())

@@ -247,9 +247,7 @@ UNKNOWN = TEMPLATE.replace(
     ],
 )
 def test_a_form_that_is_not_known_is_noted(served, text, template, choice, expected) -> None:
-    """Where calls of such a form would stay text, though the template shows a mark of another
-    form.
-    """
+    """Calls of such a form would remain text, though the template shows a mark of another form."""
     with scripted(served, text, template=template):
         reply = served.ask(CHAT, {**body_without_thinking(CHAT), "tool_choice": choice})
     assert reply["choices"][0].get("notes", []) == expected
@@ -491,7 +489,7 @@ FINAL = "<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize(
-    ("signs", "said", "rendered"),
+    ("signs", "text", "rendered"),
     [
         ("<|tool_call>", "<|channel>thought\nHm.<channel|>Well", '"arguments": {"path": "a"}'),
         ("<|channel|>functions", f"{ANALYSIS}{FINAL}Well", '"thinking": "Hm.\\nYes."'),
@@ -675,7 +673,7 @@ def test_a_stream_says_that_it_goes_on(served: Served, monkeypatch: pytest.Monke
 NUMBER: JsonObject = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-@pytest.mark.parametrize("said", ['{"a": 3}', TWO_CALLS])
+@pytest.mark.parametrize("answer", ['{"a": 3}', TWO_CALLS])
 def test_codex_asks_for_a_format_beside_its_tools(served: Served, answer: str) -> None:
     """`codex exec --output-schema` sends both in each request: a reply is a call, or follows the
     schema.

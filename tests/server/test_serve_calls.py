@@ -462,7 +462,7 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
         assert is_allowed(compiler, grammar, ids) is (reply in valid), reply
 
 
-@pytest.mark.parametrize("how", ["required", "strict", "auto"])
+@pytest.mark.parametrize("tool_choice", ["required", "strict", "auto"])
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_are_held_to_their_schemas(form: str, tool_choice: str) -> None:
     """A text that the grammar allows is read as the call; another type or name is refused.

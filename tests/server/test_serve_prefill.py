@@ -66,7 +66,7 @@ def test_the_prompt_is_that_of_transformers(served: Served, template: str, conte
 
 
 @pytest.mark.parametrize(
-    ("path", "turns", "more", "param"),
+    ("path", "turns", "fields", "param"),
     [
         (CHAT, [BEGUN], {"response_format": {"type": "json_object"}}, "messages"),
         (CHAT, [{"role": "assistant", "content": ""}], {"continue_final_message": True}, None),

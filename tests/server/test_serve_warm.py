@@ -147,7 +147,7 @@ SAID = f"{QUESTION}\nAnd len?\n/undo\n/regen\n/set temperature=0\nWhat is a list
 
 
 def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None:
-    """Those that are refused, too."""
+    """Lines that are refused get the same error, too."""
     lines = "".join(json.dumps(line) + "\n" for line in LINES)
     words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
     warm = spd(home, *words, stdin=lines)
