@@ -75,6 +75,54 @@ BLOCK = 128
 
 def config_of(row: Release) -> dict[str, Any]:
     """Return the release's `config.json`."""
+    text = _text_config(row)
+    is_sparse = row.experts[0] > 0
+    if row.fused_projections:
+        text |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+        text |= {"norm_topk_prob": True, "rope_scaling": None, "rope_theta": 10000000}
+        text |= {"use_sliding_window": False, "bos_token_id": 151643, "eos_token_id": 151645}
+        return text | {"output_router_logits": False} | _quantization(row)
+    kind = "qwen3_5_moe" if is_sparse else "qwen3_5"
+    if is_sparse:
+        del text["intermediate_size"]
+    kinds = (
+        "full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers)
+    )
+    text |= {
+        "attn_output_gate": True,
+        "layer_types": list(kinds),
+        "mamba_ssm_dtype": "float32",
+        "model_type": f"{kind}_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+    }
+    rope = {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    }
+    text |= {"pad_token_id": None, "rope_parameters": rope}
+    if row.gate_type:
+        text["output_gate_type"] = "swish"
+    vision = {"depth": 27, "hidden_size": 1152, "model_type": kind, "out_hidden_size": row.hidden}
+    return {
+        "architectures": [f"Qwen3_5{'Moe' if is_sparse else ''}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": kind,
+        "text_config": text,
+        "tie_word_embeddings": row.tied,
+        "video_token_id": 248057,
+        "vision_config": vision,
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+        **_quantization(row),
+    }
+
+
+def _text_config(row: Release) -> dict[str, Any]:
+    """Return the keys that text models of all releases share."""
     count, per_token, width = row.experts
     text: dict[str, Any] = {
         "attention_bias": False,
@@ -104,51 +152,20 @@ def config_of(row: Release) -> dict[str, Any]:
         "vocab_size": NEXT_VOCAB if row.fused_projections else VOCAB,
     }
     if count:
-        text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": width}
         text |= {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": width,
             "num_experts": count,
             "num_experts_per_tok": per_token,
             "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": width,
         }
-        text |= {"shared_expert_intermediate_size": width}
-    if row.fused_projections:
-        text |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
-        text |= {"norm_topk_prob": True, "rope_scaling": None, "rope_theta": 10000000}
-        text |= {"use_sliding_window": False, "bos_token_id": 151643, "eos_token_id": 151645}
-        return text | {"output_router_logits": False} | _quantization(row)
-    kind = "qwen3_5_moe" if count else "qwen3_5"
-    if count:
-        del text["intermediate_size"]
-    kinds = (
-        "full_attention" if _attends(layer) else "linear_attention" for layer in range(row.layers)
-    )
-    text |= {"attn_output_gate": True, "layer_types": list(kinds), "mamba_ssm_dtype": "float32"}
-    text |= {
-        "model_type": f"{kind}_text",
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-    }
-    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
-    rope |= {"rope_theta": 10000000, "rope_type": "default"}
-    text |= {"pad_token_id": None, "rope_parameters": rope}
-    if row.gate_type:
-        text["output_gate_type"] = "swish"
-    vision = {"depth": 27, "hidden_size": 1152, "model_type": kind, "out_hidden_size": row.hidden}
-    return {
-        "architectures": [f"Qwen3_5{'Moe' if count else ''}ForConditionalGeneration"],
-        "image_token_id": 248056,
-        "model_type": kind,
-        "text_config": text,
-        "tie_word_embeddings": row.tied,
-        "video_token_id": 248057,
-        "vision_config": vision,
-        "vision_end_token_id": 248054,
-        "vision_start_token_id": 248053,
-        **_quantization(row),
-    }
+    return text
 
 
 def _quantization(row: Release) -> dict[str, Any]:
+    """Return the key of an FP8 release's quantization; nothing for another one."""
     if not row.fp8:
         return {}
     block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
@@ -160,6 +177,7 @@ def _quantization(row: Release) -> dict[str, Any]:
 
 
 def _attends(layer: int) -> bool:
+    """True if a layer has full attention."""
     return (layer + 1) % 4 == 0
 
 

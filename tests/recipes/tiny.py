@@ -446,20 +446,6 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
 
     Every id below `vocab` is a token, so that any id a random model emits can be decoded.
     """
-    alphabet = byte_alphabet()
-    # The specials are in the vocabulary too, or the library would number them after its last entry.
-    ids = {token: index for index, token in enumerate((*alphabet, *SPECIAL_TOKENS))}
-    common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
-    last = len(common) - 1
-    num_merges = vocab - SMALLEST_TOKENIZER
-    merges = [
-        [common[first], common[total - first]]
-        for total in range(2 * last + 1)
-        for first in range(max(0, total - last), min(total, last) + 1)
-    ]
-    assert 0 <= num_merges <= len(merges), vocab
-    del merges[num_merges:]
-    ids |= {"".join(pair): SMALLEST_TOKENIZER + number for number, pair in enumerate(merges)}
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -485,18 +471,7 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
         "pre_tokenizer": byte_level,
         "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": ids,
-            "merges": merges,
-        },
+        "model": _byte_pair_model(vocab),
     }
     write_json(folder / "tokenizer.json", tokenizer)
     config = {
@@ -513,6 +488,36 @@ def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
         "unk_token": None,
     }
     write_json(folder / "tokenizer_config.json", config)
+
+
+def _byte_pair_model(vocab: int) -> dict[str, object]:
+    """Return the BPE model of tokenizer.json with `vocab` tokens."""
+    alphabet = byte_alphabet()
+    # The specials are in the vocabulary too, or the library would number them after its last entry.
+    ids = {token: index for index, token in enumerate((*alphabet, *SPECIAL_TOKENS))}
+    common = [alphabet[byte] for byte in (32, *range(97, 123), *range(33, 97), *range(123, 127))]
+    last = len(common) - 1
+    num_merges = vocab - SMALLEST_TOKENIZER
+    merges = [
+        [common[first], common[total - first]]
+        for total in range(2 * last + 1)
+        for first in range(max(0, total - last), min(total, last) + 1)
+    ]
+    assert 0 <= num_merges <= len(merges), vocab
+    del merges[num_merges:]
+    ids |= {"".join(pair): SMALLEST_TOKENIZER + number for number, pair in enumerate(merges)}
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": ids,
+        "merges": merges,
+    }
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

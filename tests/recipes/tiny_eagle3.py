@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,13 +112,27 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     """
     o = tiny.with_defaults(DEFAULTS, options)
     verifier = json.loads((target / "config.json").read_text())
+    hidden = o.hidden_size or verifier["hidden_size"]
+    layer = _layer_config(verifier, o.kind == "copy", hidden)
+    config = _head_config(o, layer, verifier, target)
+    tensors = _head_tensors(o, layer, config, target)
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny.write_json(folder / "config.json", config)
+    converted = {
+        n: t.to(tiny.DTYPES[o.dtype]) if t.is_floating_point() else t for n, t in tensors.items()
+    }
+    tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in converted.items()})
+    return folder
+
+
+def _head_config(
+    o: SimpleNamespace, layer: tiny.Json, verifier: tiny.Json, target: Path
+) -> dict[str, Any]:
+    """Return config.json of a head in its layout. o: the options of `write_tiny_eagle3`."""
+    hidden = layer["hidden_size"]
     target_hidden = verifier["hidden_size"]
-    vocab = verifier["vocab_size"]
-    hidden = o.hidden_size or target_hidden
-    is_copy = o.kind == "copy"
-    parts = 3 if o.aux is None else len(o.aux)
     flags = {name: getattr(o, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
-    layer = _layer_config(verifier, is_copy, hidden)
+    config: dict[str, Any]
     if o.layout == "speculators":
         config = _speculators_config(layer, flags, verifier, target)
     else:  # head_dim and the flags only where they differ from the defaults
@@ -131,30 +146,37 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     if o.norm_before_residual or (o.layout == "speculators" and o.norm_before_residual is not None):
         config["norm_before_residual"] = o.norm_before_residual
     if o.aux is not None and o.layout == "research":  # outputs of layers, in other layouts inputs
-        ids = [index - 1 for index in o.aux]
         config["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": ids,
+            "eagle_aux_hidden_state_layer_ids": [index - 1 for index in o.aux],
             "use_aux_hidden_state": True,
         }
     elif o.aux is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(o.aux)
+    return config
+
+
+def _head_tensors(
+    o: SimpleNamespace, layer: tiny.Json, config: tiny.Json, target: Path
+) -> tiny.Tensors:
+    """Return the tensors of a head by their names in its layout."""
+    verifier = json.loads((target / "config.json").read_text())
+    target_tensors = load_file(target / "model.safetensors")
+    target_hidden = verifier["hidden_size"]
+    vocab = verifier["vocab_size"]
+    hidden = layer["hidden_size"]
+    parts = 3 if o.aux is None else len(o.aux)
+    fused = parts * target_hidden
 
     def draw(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0) -> Tensor:
         return tiny.draw_normal(f"{o.seed}/{o.kind}/{name}", shape, std, mean)
 
-    if is_copy:
+    if o.kind == "copy":
         normed = bool(config.get("norm_before_residual", o.layout == "speculators"))
         stream_std = 1.0 if o.norm_before_fc or o.fc_norm else SOFT_STREAM_STD
-        inside = _copy_layer(
-            load_file(target / "model.safetensors"), verifier, draw, o.hidden_share, normed
-        )
-        inside["fc.weight"] = draw(
-            "fc",
-            (hidden, parts * target_hidden),
-            1.0 / (stream_std * math.sqrt(parts * target_hidden)),
-        )
+        inside = _copy_layer(target_tensors, verifier, draw, o.hidden_share, normed)
+        inside["fc.weight"] = draw("fc", (hidden, fused), 1.0 / (stream_std * math.sqrt(fused)))
     else:
-        inside = _draw_head(layer, parts * target_hidden, vocab, draw)
+        inside = _draw_head(layer, fused, vocab, draw)
     tensors = {
         name.replace("layer.", LAYERS[o.layout], 1): tensor for name, tensor in inside.items()
     }
@@ -168,24 +190,17 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, draft_ids, True)
     if o.own_embedding or hidden != target_hidden:
         # A copy has the target's embedding; a random head has another, larger one.
-        embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-        tensors["embed_tokens.weight"] = (
-            embedding if is_copy else draw("embed_tokens", (vocab, hidden), 0.2)
-        )
+        if o.kind == "copy":
+            tensors["embed_tokens.weight"] = target_tensors["model.embed_tokens.weight"]
+        else:
+            tensors["embed_tokens.weight"] = draw("embed_tokens", (vocab, hidden), 0.2)
     if o.norm_before_fc:
-        tensors["input_norm.weight"] = draw("input_norm", (parts * target_hidden,), 0.2, 1.0)
+        tensors["input_norm.weight"] = draw("input_norm", (fused,), 0.2, 1.0)
     if o.fc_norm:
-        tensors |= {
-            f"fc_norm.{i}.weight": draw(f"fc_norm{i}", (target_hidden,), 0.2, 1.0)
-            for i in range(parts)
-        }
-    folder.mkdir(parents=True, exist_ok=True)
-    tiny.write_json(folder / "config.json", config)
-    converted = {
-        n: t.to(tiny.DTYPES[o.dtype]) if t.is_floating_point() else t for n, t in tensors.items()
-    }
-    tiny.write_tensors(folder, {name: tensor.contiguous() for name, tensor in converted.items()})
-    return folder
+        for part in range(parts):
+            norm = draw(f"fc_norm{part}", (target_hidden,), 0.2, 1.0)
+            tensors[f"fc_norm.{part}.weight"] = norm
+    return tensors
 
 
 def _layer_config(verifier: tiny.Json, is_copy: bool, hidden: int) -> dict[str, Any]:
