@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class SpdError(Exception):
-    """An error for people: a message of one line, indented reasons, and fixes that can be pasted."""
+    """An error for people: a message of one line, indented reasons, and fixes to paste."""
 
     exit_code = 1
     default_code = "internal"
@@ -30,7 +30,7 @@ class SpdError(Exception):
 
 
 class UsageError(SpdError):
-    """The command line or a parameter is wrong: a bad value, a missing input, a refused overwrite."""
+    """The command line or a parameter is wrong: a value, a missing input, a refused overwrite."""
 
     exit_code = 2
     default_code = "usage"

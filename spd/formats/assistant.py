@@ -1,9 +1,9 @@
 """Gemma 4's assistants: the configuration of a drafter's folder.
 
-An assistant drafts for one target. Its layers have queries only: they attend to the keys and values of the
-target's last layer of their kind that stores its own, at a position that stays the same for all drafts of a
-round. N is the newest token, behind the text that the target has read; h is the target's state (after its
-final norm) of the position before:
+An assistant drafts for one target. Its layers have queries only: they attend to the keys and values
+of the target's last layer of their kind that stores its own, at a position that stays the same for
+all drafts of a round. N is the newest token, behind the text that the target has read; h is the
+target's state (after its final norm) of the position before:
 
     x = pre_projection([target's embedding of the token ; h])      rotary position of N for every draft
     n = norm(layers(x))
@@ -49,7 +49,10 @@ def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def read_assistant(fields: Fields) -> tuple[AssistantConfig, Fields] | None:
-    """Return an assistant's configuration, and its layers' as a Gemma 4's; None for another model's."""
+    """Return an assistant's configuration, and its layers' as a Gemma 4's.
+
+    None for another model's.
+    """
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if name not in ARCHITECTURES:

@@ -1,8 +1,8 @@
 """Chat messages to a prompt: the model's Jinja2 template, rendered in a child process with limits.
 
-The child (`template_worker`) reads and writes lines of JSON. After a limit ended it, the next request starts
-another; it ends with this process, because its input ends. The content of messages stays plain text:
-<|im_end|> there does not end a message, while the same in the template does.
+The child (`template_worker`) reads and writes lines of JSON. After a limit ended it, the next
+request starts another; it ends with this process, because its input ends. The content of messages
+stays plain text: <|im_end|> there does not end a message, while the same in the template does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
 
 
 class ChatTemplate:
-    """The chat template of one model folder: its text, and that of the one for tools if it is separate."""
+    """The chat template of one model folder, and that for tools if it is separate."""
 
     def __init__(
         self, where: str, templates: Mapping[str, str], special_tokens: Mapping[str, object]
@@ -114,8 +114,8 @@ class ChatTemplate:
 
         `enable_thinking` gets the name that the template reads.
 
-        Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` when it is
-        faulty, unsafe or beyond its limits, `UsageError` for messages that are no JSON values.
+        Raises `IncompatibleError` when the template refuses the messages, `CheckpointError` when it
+        is faulty, unsafe or beyond its limits, `UsageError` for messages that are no JSON values.
         """
         tool_use = self.separate_tools_template if variables.get("tools") is not None else None
         defaults = {"messages": list(messages), "add_generation_prompt": True}
@@ -155,7 +155,7 @@ def _read_named_templates(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as its template writes it, with a `mark` inside special tokens' names in people's text."""
+    """A rendered chat, with a `mark` inside special tokens' names in people's text."""
 
     marked: str
     mark: str = ""
@@ -181,11 +181,11 @@ def render_chat(
     continues: bool = False,
     **variables: object,
 ) -> RenderedChat:
-    """Render a chat with marks by which `encode_rendered` distinguishes people's text from the template's.
+    """Render a chat, with marks that distinguish people's text for `encode_rendered`.
 
-    continues: end the text with the content of the last message, which the model continues.
-    Raises what `ChatTemplate.render` raises, and IncompatibleError where the template does not write
-    the last message's content as it is.
+    continues: end the text with the content of the last message, which the model continues. Raises
+    what `ChatTemplate.render` raises, and IncompatibleError where the template does not write the
+    last message's content as it is.
     """
     special = _special_pattern(tokenizer)
     # A mark inside a string keeps it from being the special token, whatever the template does with it.
@@ -269,9 +269,10 @@ def _map_strings(value: object, change: Callable[[str], str]) -> object:
 
 
 def isolated_command(program: str) -> list[str]:
-    """Return the command that runs Python code with this process's imports, without the working folder.
+    """Return the command that runs Python code with this process's imports.
 
-    -I leaves that folder and PYTHON* variables out. spd itself stays where it lies in the working folder.
+    -I leaves that folder and PYTHON* variables out. spd itself stays where it lies in the working
+    folder.
     """
     home = str(Path(__file__).resolve().parents[2])
     there = [path for path in sys.path if os.path.isabs(path) and os.path.exists(path)]
@@ -288,7 +289,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Mapping[str, object]) -> dict[str, str]:
-        """Return the worker's reply (see `template_worker.render`), or {"limit": ...} where a limit ended it.
+        """Return the reply of `template_worker.render`, or {"limit": ...} after a limit ended it.
 
         Raises `EngineError` when the worker cannot be started, `UsageError` for what is not JSON.
         """

@@ -1,4 +1,4 @@
-"""The folders of the embedded demos: tiny trained targets, the first with a draft and an EAGLE-3 head."""
+"""Folders of the embedded demos: tiny targets, the first with a draft and an EAGLE-3 head."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""EAGLE-3 heads: the configuration and the tensors' names of a head folder, in the published layouts.
+"""EAGLE-3 heads: configuration and tensors' names of a head folder, in the published layouts.
 
-A head drafts for one target. For each position P it reads the target's residual stream at the input of a few
-layers (`aux_layers`), without a norm, side by side; one matrix makes the head's state of them:
+A head drafts for one target. For each position P it reads the target's residual stream at the input
+of a few layers (`aux_layers`), without a norm, side by side; one matrix makes the head's state of
+them:
 
     h = fc(streams of P)                                      norms before it: `norm_before_fc`, `fc_norm`
     x = h + attention([input_layernorm(embedding of token P+1) ; hidden_norm(h)])   rotary position P
     y = x + mlp(post_attention_layernorm(x))
     logits of token P+2 = lm_head(norm(y)), of `draft_vocab_size` ids; target id = i + d2t[i]
 
-The next step's h is y; norm(y) where `norm_output`. With `norm_before_residual` the sum with attention is of
-hidden_norm(h). One layer; keys and values as in a Llama of the head's numbers.
+The next step's h is y; norm(y) where `norm_output`. With `norm_before_residual` the sum with
+attention is of hidden_norm(h). One layer; keys and values as in a Llama of the head's numbers.
 
 Three layouts, which the configuration distinguishes:
 
@@ -17,10 +18,11 @@ Three layouts, which the configuration distinguishes:
     vLLM           the same under its own architecture; `layers.0.*`
     speculators    speculators_model_type "eagle3", the layer's configuration in transformer_layer_config
 
-`aux_layers` counts the layers that a stream has passed. Top-level eagle_aux_hidden_state_layer_ids has the
-same meaning; inside eagle_config, as SGLang and SpecForge write it, it is the index of the layer whose output
-is read, which is one less. Without either it is (2, L // 2, L - 3) of the target's L layers. Source: the
-published heads' configurations and the forward passes of the EAGLE repository, vLLM and SGLang.
+`aux_layers` counts the layers that a stream has passed. Top-level eagle_aux_hidden_state_layer_ids
+has the same meaning; inside eagle_config, as SGLang and SpecForge write it, it is the index of the
+layer whose output is read, which is one less. Without either it is (2, L // 2, L - 3) of the
+target's L layers. Source: the published heads' configurations and the forward passes of the EAGLE
+repository, vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -83,7 +85,10 @@ class Eagle3Config:
 
 
 def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
-    """Return a head's configuration, and its layer's as a Llama's; None for another kind of model."""
+    """Return a head's configuration, and its layer's as a Llama's.
+
+    None for another kind of model.
+    """
     is_speculators = fields.get("speculators_model_type") == MODEL_TYPE
     layer = fields
     if is_speculators:
@@ -143,7 +148,10 @@ def _is_eagle3(fields: Fields) -> bool:
 
 
 def _read_layers(fields: Fields, key: str, offset: int) -> tuple[int, ...] | None:
-    """Return an ascending list of layers, `offset` added to each; None where it is absent or empty."""
+    """Return an ascending list of layers, `offset` added to each.
+
+    None where it is absent or empty.
+    """
     if not fields.get(key):
         return None
     layers = fields.integers(key, 0, 1024)

@@ -1,4 +1,4 @@
-"""Encoding by the `tokenizers` library in a thread that can be abandoned: no call interrupts the library."""
+"""Encoding by the `tokenizers` library, which nothing interrupts, in a thread to abandon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _Results = queue.SimpleQueue[list[int] | BaseException]
 
 
 class Encoder:
-    """Encodes in a separate thread; the patterns of a tokenizer may take hours for a page of text."""
+    """Encodes in a separate thread.
+
+    The patterns of a tokenizer may take hours for a page of text.
+    """
 
     def __init__(self, encode: Encode, where: str) -> None:
         self._encode = encode

@@ -1,4 +1,4 @@
-"""A model folder, or a GGUF file: each of its small files is read once, at first use, and cached."""
+"""A model folder, or a GGUF file: its small files are read once, at first use, and cached."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def fields(self) -> Fields:
-        """`config.json` as written, or a GGUF file's fields. Raises NotFoundError without a configuration."""
+        """`config.json` as written, or a GGUF file's fields.
+
+        Raises NotFoundError without a configuration.
+        """
         if self.gguf is not None:
             return self.gguf.fields
         if CONFIG_FILE not in list_folder(self.path):
@@ -73,7 +76,10 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The configuration of the model or EAGLE-3 head; a stored output head overrides the flag for it."""
+        """The configuration of the model or EAGLE-3 head.
+
+        A stored output head overrides the flag for it.
+        """
         declared = self._declared_config
         if declared.head_kind is not None:
             return declared
@@ -107,7 +113,7 @@ class ModelFolder(os.PathLike[str]):
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The checked headers of the weights. Closing it closes files only: tensors can be read again.
+        """The checked headers of the weights. After closing, tensors can be read again.
 
         They include MTP layers in a file that the index does not name.
         """

@@ -1,8 +1,8 @@
-"""Resolution of a reference to a model: a path, an embedded demo, or a name in a store on this machine.
+"""Resolution of a reference to a model: a path, an embedded demo, or a name in a local store.
 
-Stores are the hub's cache, in the layout of huggingface_hub (`models--org--name/refs`, `snapshots`), and
-those of other programs (`stores`). Never uses the network; this is the only module of the package that
-reads the environment.
+Stores are the hub's cache, in the layout of huggingface_hub (`models--org--name/refs`,
+`snapshots`), and those of other programs (`stores`). Never uses the network; this is the only
+module of the package that reads the environment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ADDRESS = re.compile(
 
 
 def cache_folder() -> Path:
-    """Return huggingface_hub's folder of downloads: `HF_HUB_CACHE`, else `HF_HOME`/hub, else its default."""
+    """Return huggingface_hub's cache: `HF_HUB_CACHE`, else `HF_HOME`/hub, else its default."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = Path(os.environ.get("HF_HOME") or default, "hub")
     return Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()
@@ -94,8 +94,9 @@ def model_stores() -> list[Store]:
 def resolve_model(reference: str) -> Path:
     """Return the folder or GGUF file of a reference.
 
-    A model at a path wins over a stored one of the same name; of a cached one the revision `main` is
-    taken, or the only one. Raises `NotFoundError`, and `UsageError` for a text that cannot be a model.
+    A model at a path wins over a stored one of the same name; of a cached one the revision `main`
+    is taken, or the only one. Raises `NotFoundError`, and `UsageError` for a text that cannot be a
+    model.
     """
     if not reference.strip() or "\0" in reference:
         alternatives = f"a folder, a GGUF file, org/name or {' or '.join(DEMOS)}"
@@ -121,7 +122,10 @@ def resolve_model(reference: str) -> Path:
 
 
 def _model_at(path: Path) -> Path:
-    """Return a path that leads to a model. Raises an error with the reason where it leads to none."""
+    """Return a path that leads to a model.
+
+    Raises an error with the reason where it leads to none.
+    """
     if is_gguf(path):
         return path
     if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
@@ -132,7 +136,7 @@ def _model_at(path: Path) -> Path:
 
 
 def _named_model(name: str) -> Path:
-    """Return the model of a repository's name: a folder in the hub's cache, else a store's model."""
+    """Return the model of a repository's name: a folder in the hub's cache, else of a store."""
     snapshot = current_snapshot(cached_folder(name))
     if snapshot is None or not has_safetensors(snapshot):
         check_repository_name(name)
@@ -190,7 +194,10 @@ def list_models() -> list[StoredModel]:
 
 
 def not_a_model_error(path: Path) -> SpdError | None:
-    """Return the error for a file, or a folder without weights, with fixes; None for an unknown kind."""
+    """Return the error for a file, or a folder without weights, with fixes.
+
+    None for an unknown kind.
+    """
     name_or_path = model_name_of_snapshot(path) or str(path)
     names = list_folder(path) if path.is_dir() else []
     if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
@@ -225,7 +232,10 @@ def not_a_model_error(path: Path) -> SpdError | None:
 
 
 def incomplete_error(folder: Path, reason: str) -> SpdError:
-    """Return the error for a folder without some files; the fix for a snapshot is to continue a download."""
+    """Return the error for a folder without some files.
+
+    The fix for a snapshot is to continue a download.
+    """
     if (name := model_name_of_snapshot(folder)) is None:
         return CheckpointError(f"{folder}: {reason}")
     pull = [f"spd pull {name} --revision {folder.name}"]
@@ -238,7 +248,7 @@ def is_offline() -> bool:
 
 
 def is_repository_name(reference: str) -> bool:
-    """True if a reference can only mean a model on the hub: org/name or org/name:TAG, and no path."""
+    """True if a reference can only be a model on the hub: org/name or org/name:TAG, no path."""
     name, _ = split_tag(reference)
     return (
         name.count("/") == 1
@@ -254,7 +264,7 @@ def split_tag(reference: str) -> tuple[str, str | None]:
 
 
 def check_repository_name(name: str, revision: str | None = None) -> None:
-    """Raise `UsageError` for an invalid model name on the hub, and an invalid branch, tag or commit."""
+    """Raise `UsageError` for an invalid model name on the hub, branch, tag or commit."""
     if _ADDRESS.fullmatch(name):
         resolve_model(name)  # raises the error for an address
     if name.lower().endswith(".gguf"):
@@ -286,13 +296,16 @@ def model_name_of_snapshot(snapshot: Path) -> str | None:
 
 
 def list_cached_models() -> list[str]:
-    """Return the sorted names of models with a snapshot in the hub's cache; empty without a cache."""
+    """Return the sorted names of models with a snapshot in the hub's cache.
+
+    Empty without a cache.
+    """
     snapshots = cache_folder().glob("models--*/snapshots/*")
     return sorted({name for snapshot in snapshots if (name := model_name_of_snapshot(snapshot))})
 
 
 def find_assistant(folder: Path) -> Path | None:
-    """Return the folder of a model's published drafter, NAME-assistant, beside its own or in the cache."""
+    """Return the folder NAME-assistant of a model's drafter, beside its own or in the cache."""
     neighbour = folder.parent / f"{folder.name}-assistant"
     if (neighbour / CONFIG_FILE).is_file():
         return neighbour

@@ -1,6 +1,7 @@
-"""Downloads from the Hugging Face hub into its cache: the files that `spd` reads, each checked by its hash.
+"""Downloads from the Hugging Face hub into its cache: the files that `spd` reads, each hashed.
 
-The only module that imports huggingface_hub. A finished file stays, whatever happens to the next one.
+The only module that imports huggingface_hub. A finished file stays, whatever happens to the next
+one.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ def look_up_model(
 ) -> RemoteModel:
     """Look up a model on the hub and its files to download; fetch at most the index of the shards.
 
-    tag: of its GGUF files; where it has several, and no safetensors, a tag is required. free: bytes of
-    memory, for the message that says which of them fit. Raises UsageError for an invalid name or tag,
-    NotFoundError, NetworkError, and IncompatibleError without a supported model.
+    tag: of its GGUF files; where it has several, and no safetensors, a tag is required. free: bytes
+    of memory, for the message that says which of them fit. Raises UsageError for an invalid name or
+    tag, NotFoundError, NetworkError, and IncompatibleError without a supported model.
     """
     check_repository_name(name, revision)
     with _convert_hub_errors(name):
@@ -133,7 +134,7 @@ def _choose_gguf(
 
 
 def _gguf_sizes(offered: Mapping[str, RepoSibling]) -> dict[str, int]:
-    """Return the bytes of a repository's GGUF files by name, without names that could lead elsewhere."""
+    """Return the bytes of a repository's GGUF files by name, without unsafe names."""
     return {
         name: int(file.size or 0) for name, file in offered.items() if _GGUF_NAME.fullmatch(name)
     }
@@ -146,10 +147,10 @@ def _add_drafter_files(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> l
 
 
 def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
-    """Fetch and check the missing files, point the branch or tag at the snapshot, return its folder.
+    """Fetch and check missing files, point the branch or tag at the snapshot, return it.
 
-    report: called with the number of bytes as they arrive. Raises NetworkError, and ResourceError when
-    the disk is full.
+    report: called with the number of bytes as they arrive. Raises NetworkError, and ResourceError
+    when the disk is full.
     """
     cache = cache_folder()
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
@@ -188,7 +189,7 @@ def _fetch_file(name: str, commit: str, file: RepoSibling, report: Callable[[int
 
 
 def _select_weights(name: str, commit: str, files: Mapping[str, RepoSibling]) -> list[RepoSibling]:
-    """Return the weights that loading reads: the single file, else the shards that the index names."""
+    """Return the weights to load: the single file, else the shards that the index names."""
     if WEIGHTS_FILE in files:
         return [files[WEIGHTS_FILE]]
     if INDEX_FILE in files:
@@ -207,7 +208,10 @@ def _select_weights(name: str, commit: str, files: Mapping[str, RepoSibling]) ->
 
 
 def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
-    """Compare a new file's hash with the hub's; remove a file that differs and raise NetworkError."""
+    """Compare a new file's hash with the hub's.
+
+    Remove a file that differs and raise NetworkError.
+    """
     expected = file.lfs.sha256 if file.lfs else file.blob_id  # a small file's hash is git's
     actual = compute_file_hash(path, "sha256" if file.lfs else "git-sha1")
     if expected in (None, actual):
@@ -248,7 +252,7 @@ class _Response(Protocol):
 
 
 def _check_response_names(response: _Response) -> None:
-    """Raise ValueError for an ETag or a commit that is no file name: the library makes paths of them."""
+    """Raise ValueError for an ETag or a commit of which the library makes an unsafe path."""
     headers = response.headers
     etag = headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG) or headers.get("ETag", "0")
     commit = headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT, "0" * 40)

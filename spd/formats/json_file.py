@@ -1,4 +1,4 @@
-"""Readers of untrusted files: regular files only, bounded sizes, strict JSON, typed and ranged fields."""
+"""Readers of untrusted files: regular files, bounded sizes, strict JSON, typed fields in ranges."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def display_text(value: object) -> str:
 
 
 def one_line(error: object) -> str:
-    """Return a library's error as a part of a message: one printable line of at most 200 characters."""
+    """Return a library's error for a message: one printable line of at most 200 characters."""
     text = str(error)
     line = text if text.isprintable() else ascii(text)
     return line if len(line) <= 200 else line[:197] + "..."
@@ -58,7 +58,7 @@ def abbreviate(names: list[str], limit: int = 20) -> list[str]:
 
 @contextmanager
 def convert_os_errors(path: Path) -> Generator[None, None, None]:
-    """Turn an OSError or ValueError of the block into a `CheckpointError` that begins with the file."""
+    """Turn an OSError or ValueError of the block into a `CheckpointError` with the file."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -76,7 +76,7 @@ FileIdentity = tuple[int, int, int, int]
 
 
 def file_identity(status: os.stat_result) -> FileIdentity:
-    """Return the numbers that differ from those of another file, and of the same one after a write."""
+    """Return a file's identity, which differs for another file and after a write."""
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
@@ -122,8 +122,8 @@ def parse_json(
 ) -> object:
     """Parse JSON of bounded depth and size, no key twice, no lone surrogates.
 
-    where: begins every message. parse_constant: returns the value of NaN and the infinities by their
-    names; None: Python's own. Raises CheckpointError.
+    where: begins every message. parse_constant: returns the value of NaN and the infinities by
+    their names; None: Python's own. Raises CheckpointError.
     """
 
     def refuse_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -174,8 +174,8 @@ def _is_deeper(value: object, depth: int) -> bool:
 def json_key(name: str, *bounds: float) -> dict[str, object]:
     """Return the metadata of a dataclass's field that `Fields.read_dataclass` reads under a key.
 
-    bounds: the lowest and the highest number; both are integers for a whole number. None: the field is
-    true or false.
+    bounds: the lowest and the highest number; both are integers for a whole number. None: the field
+    is true or false.
     """
     return {"key": name, "bounds": bounds}
 
@@ -217,8 +217,8 @@ class Fields:
     def with_canonical_keys(self, aliases: Mapping[str, Sequence[str]]) -> Fields:
         """Return a copy in which each value stands under its canonical key alone.
 
-        aliases: other keys of each canonical one. Keys with the same meaning may not disagree, unless
-        their values are lists.
+        aliases: other keys of each canonical one. Keys with the same meaning may not disagree,
+        unless their values are lists.
         """
         values: dict[str, object] = {}
         file_keys: dict[str, str] = {}
@@ -324,7 +324,10 @@ class Fields:
         return value
 
     def require_supported(self, key: str, value: object, supported: Collection[object]) -> None:
-        """Raise the error for a field whose value is not among the supported ones; it names the value."""
+        """Raise the error for a field whose value is not among the supported ones.
+
+        It names the value.
+        """
         if value not in supported:  # first: a header comes here thousands of times
             texts = [text if isinstance(text, str) else display_text(text) for text in supported]
             verb = "is" if len(texts) == 1 else "are"
@@ -346,8 +349,8 @@ class Fields:
     def read_dataclass(self, kind: type[T], base: T | None = None, /, **values: object) -> T:
         """Return a dataclass: fields with the metadata of `json_key` are read, unless in `values`.
 
-        An absent key counts as the value in `base`, else as the field's default, or as None where the
-        field's type allows that.
+        An absent key counts as the value in `base`, else as the field's default, or as None where
+        the field's type allows that.
         """
         for member in dataclasses.fields(kind):
             if not member.metadata or member.name in values:

@@ -1,8 +1,8 @@
-"""MTP heads as folders: their sources, their checks against a target, and their extraction of a checkpoint.
+"""MTP heads as folders: their sources, checks against a target, and extraction.
 
-A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose checkpoint has none.
-`plan_head` extracts one of a checkpoint: names stay, and only the shards with the head and with the target's
-embedding and output head are opened.
+A head folder, which `docs/mtp.md` describes, holds a head by itself, for a target whose checkpoint
+has none. `plan_head` extracts one of a checkpoint: names stay, and only the shards with the head
+and with the target's embedding and output head are opened.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class MtpSource:
     config: ModelConfig
     """The target's configuration: the head's layers are like the target's."""
     verifier: str = ""
-    """The model that a head folder was extracted from; empty for a head in the target's checkpoint."""
+    """The model that a head folder was extracted from.
+
+    Empty for a head in the target's checkpoint.
+    """
     verifier_sha256: str = ""
 
 
@@ -56,7 +59,7 @@ def declared_module_count(fields: Fields) -> int:
 
 
 def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
-    """Return the error for a checkpoint without an MTP head, or without the one of its configuration."""
+    """Return the error for a checkpoint without an MTP head, declared or not."""
     reason = [
         f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"
     ]
@@ -115,7 +118,10 @@ def make_head_config(
 
 
 def read_head_folder(folder: ModelFolder) -> MtpSource:
-    """Read a head folder's configuration and find its modules; `check_source` checks its tensors."""
+    """Read a head folder's configuration and find its modules.
+
+    `check_source` checks its tensors.
+    """
     fields = folder.fields
     layer = fields.optional_nested("transformer_layer_config")
     speculators = fields.optional_nested("speculators_config")
@@ -177,8 +183,8 @@ def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
 def find_mtp_source(target: ModelFolder, head: ModelFolder | None = None) -> MtpSource | None:
     """Return the source of the MTP head for a target; None without one.
 
-    head: a head folder made for the target, or a GGUF file with a head; None: the target's own. Raises
-    IncompatibleError where the head was made for another model.
+    head: a head folder made for the target, or a GGUF file with a head; None: the target's own.
+    Raises IncompatibleError where the head was made for another model.
     """
     config = target.config
     if head is not None and head.gguf is not None:
@@ -208,7 +214,7 @@ def check_head_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
 def require_equal_properties(
     kind: str, properties: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
 ) -> None:
-    """Raise IncompatibleError where a property (name, the head's value, the target's value) differs."""
+    """Raise IncompatibleError if a property (name, head's value, target's value) differs."""
     differing = [
         f"{property_name}: head {head_value}, target {target_value}"
         for property_name, head_value, target_value in properties
@@ -228,8 +234,8 @@ class HeadPlan:
     head: MtpSource
     tensors: tuple[TensorMeta, ...]
     table_copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
-    """The head's copies of tables, each with the target's table, or None where that is in no opened shard.
-    An equal copy is left out."""
+    """The head's copies of tables, each with the target's table, or None where that is in no opened
+    shard. An equal copy is left out."""
     unused_tensors: tuple[str, ...]
     """Names of the head's tensors that no module reads."""
     declared_modules: int
@@ -246,8 +252,8 @@ def plan_head(
 ) -> HeadPlan:
     """Plan the extraction of a checkpoint's head; the caller closes the plan's checkpoint.
 
-    name: of the source, for the head's configuration. check: returns the names of the tensors that the
-    head's modules read, and raises CheckpointError where some are missing.
+    name: of the source, for the head's configuration. check: returns the names of the tensors that
+    the head's modules read, and raises CheckpointError where some are missing.
     """
     config = source.config
     refuse_head(config, source.path)
@@ -298,7 +304,10 @@ def plan_head(
 
 
 def find_differing_copies(plan: HeadPlan) -> list[TensorMeta]:
-    """Return the head's copies of tables that differ from the target's in a bit; reads both to the end."""
+    """Return the head's copies of tables that differ from the target's in a bit.
+
+    Reads both to the end.
+    """
     pairs = ((copy, table.name) for copy, table in plan.table_copies if table is not None)
     checkpoint = plan.checkpoint
     return [

@@ -1,15 +1,16 @@
 """MTP heads: the tensors of the multi-token-prediction modules of each family.
 
-A module m reads, for each slot t (the position of token t), the pair (token t, state at slot t - 1) and
-predicts token t + 1. Its states are those of stream m: stream 0 is the target's hidden states after the
-final norm, stream m + 1 is the output of module m. One decoder layer lies between:
+A module m reads, for each slot t (the position of token t), the pair (token t, state at slot t - 1)
+and predicts token t + 1. Its states are those of stream m: stream 0 is the target's hidden states
+after the final norm, stream m + 1 is the output of module m. One decoder layer lies between:
 
     x = projection([norm(embedding of token t) ; norm(state at t - 1)])      either may come first
     y = layer(x)                     as the target's last layer; rotary position t - 1 - m
     logits = head(final norm(y))     the output stream is y before that norm, or after it
 
-Heads are found by the names of their tensors: the number in the configuration of a quantized copy is often
-wrong. No tensor is made up: a head is complete, or it is refused with the names of the missing ones.
+Heads are found by the names of their tensors: the number in the configuration of a quantized copy
+is often wrong. No tensor is made up: a head is complete, or it is refused with the names of the
+missing ones.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from spd.formats.model_config import MAX_LAYERS
 
 @dataclass(frozen=True)
 class MtpFamily:
-    """One family's names and conventions. In names, {i} counts modules, {l} layers after the target's."""
+    """One family's names and conventions.
+
+    In names, {i} counts modules, {l} layers after the target's.
+    """
 
     name: str
     architectures: tuple[str, ...]
     layer_prefix: str
     """The beginning of the names of a module's decoder layer."""
     module_tensors: Mapping[str, str] = field(hash=False)
-    """Names of `token_norm`, `state_norm` [hidden], `projection` [hidden, 2 * hidden], and `final_norm`;
-    a family without the last has heads that read the layer's output without a norm."""
+    """Names of `token_norm`, `state_norm` [hidden], `projection` [hidden, 2 * hidden], and
+    `final_norm`; a family without the last has heads that read the layer's output without a norm."""
     private_tables: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Names of the head's copies of `embedding` and `head`, where the family writes them."""
     hidden_first: bool = False
@@ -46,8 +50,8 @@ class MtpFamily:
     template_layer: int = -1
     """The index of the target's layer that a module's layer is like."""
     uses_sliding_window: bool = False
-    """A module's layer is one of the target's with a sliding window, and its MLP is dense, whatever the
-    MLP of the target's layers is."""
+    """A module's layer is one of the target's with a sliding window, and its MLP is dense, whatever
+    the MLP of the target's layers is."""
 
     @property
     def continues_layer_numbers(self) -> bool:
@@ -138,9 +142,9 @@ FAMILIES = (
         masks_first_embedding=False,
     ),
 )
-"""Families that write the same names differ in conventions: the target's architecture decides among them,
-and the first one stands for architectures that none lists. Source: the published checkpoints' indices and
-the forward passes of vLLM and SGLang."""
+"""Families that write the same names differ in conventions: the target's architecture decides among
+them, and the first one stands for architectures that none lists. Source: the published checkpoints'
+indices and the forward passes of vLLM and SGLang."""
 
 _MODULE = re.compile(r"(?:language_model\.|model\.)*(?:mtp\.|mtp_[a-z_]+\.)")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
@@ -184,9 +188,9 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 
 
 def find_mtp_layout(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
-    """Find the MTP head, complete or not, among the names of a checkpoint's tensors; None without one.
+    """Find the MTP head, complete or not, among the names of a checkpoint's tensors.
 
-    num_layers: of the target.
+    num_layers: of the target. Returns None without any tensor of a head.
     """
     of_architecture = [family for family in FAMILIES if architecture in family.architectures]
     by_projection: dict[str, MtpFamily] = {}

@@ -1,7 +1,7 @@
-"""Models that other programs store on this machine: Ollama, LM Studio, llama.cpp, and the hub's cache.
+"""Models of other programs on this machine: Ollama, LM Studio, llama.cpp, the hub's cache.
 
-Stores are only read. Their content is untrusted: names and sizes are bounded, digests are checked, and a
-fault of one model hides no other.
+Stores are only read. Their content is untrusted: names and sizes are bounded, digests are checked,
+and a fault of one model hides no other.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Store:
 
 
 def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
-    """Yield the GGUF models of a cache in the layout of huggingface_hub, which llama.cpp uses too."""
+    """Yield the GGUF models of a cache in huggingface_hub's layout, which llama.cpp uses too."""
     for folder in islice(sorted(root.glob("models--*")), MAX_ENTRIES):
         snapshot = current_snapshot(folder)
         if snapshot is not None:
@@ -91,7 +91,7 @@ def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
 
 
 def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
-    """Yield the models of LM Studio: PUBLISHER/NAME, a folder that holds GGUF files or safetensors."""
+    """Yield the models of LM Studio: folders PUBLISHER/NAME of GGUF files or safetensors."""
     for folder in islice(sorted(root.glob("*/*")), MAX_ENTRIES):
         if not folder.is_dir():
             continue
@@ -103,7 +103,7 @@ def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
 
 
 def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
-    """Yield llama.cpp's downloads: in one folder, and of newer versions in the layout of the hub's cache."""
+    """Yield llama.cpp's downloads: in one folder, or, newer ones, in the hub's layout."""
     yield from iterate_hub_cache(root, LLAMA_CPP)
     sizes = _gguf_sizes(root, depth=1)
     repositories: dict[str, str] = {}
@@ -123,7 +123,7 @@ def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
 
 
 def iterate_ollama(root: Path) -> Iterator[StoredModel]:
-    """Yield the models of Ollama: each tag has a manifest that names a blob, which is a GGUF file."""
+    """Yield the models of Ollama: a tag's manifest names a blob, which is a GGUF file."""
     manifests = root / "manifests"
     for path in islice(sorted(manifests.glob("*/*/*/*")), MAX_ENTRIES):
         parts = path.relative_to(manifests).parts
@@ -132,7 +132,7 @@ def iterate_ollama(root: Path) -> Iterator[StoredModel]:
 
 
 def current_snapshot(folder: Path) -> Path | None:
-    """Return the snapshot of `main` in a model's folder of the hub's cache, else the only one, else None."""
+    """Return the snapshot of `main` in a model's cached folder, else the only one, else None."""
     main = ""
     with suppress(CheckpointError):
         main = read_text(folder / "refs" / "main", 1000).strip()
@@ -179,7 +179,10 @@ def _iterate_sets(
 
 
 def _shorter_aliases(name: str, file_set: FileSet) -> tuple[str, ...]:
-    """Return the name of a set without its maker's prefix of the quantization; empty without a prefix."""
+    """Return the name of a set without its maker's prefix of the quantization.
+
+    Empty without a prefix.
+    """
     short_tag = file_set.quantization.removeprefix("UD-")
     return () if short_tag in ("", file_set.quantization) else (f"{name}:{short_tag}",)
 

@@ -1,8 +1,8 @@
 """The child process that renders chat templates: Jinja2 in its sandbox, under hard limits.
 
-A template is a program from an untrusted folder. Python cannot stop `'a' * 10**10` or a filter that pads to
-a gigabyte, so the kernel does: CPU time is limited by a timer, memory by a resource limit. Requests and
-replies are JSON, a line each.
+A template is a program from an untrusted folder. Python cannot stop `'a' * 10**10` or a filter that
+pads to a gigabyte, so the kernel does: CPU time is limited by a timer, memory by a resource limit.
+Requests and replies are JSON, a line each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class TemplateRefusal(Exception):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's part for training; here it is a plain block."""
+    """`{% generation %}`, which marks the assistant's part for training.
+
+    Here it is a plain block.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the attribute that Jinja2 reads
 
@@ -48,7 +51,10 @@ class GenerationBlock(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Hugging Face's environment; unsafe access is an error at once, not an empty value as in the sandbox."""
+    """Hugging Face's environment.
+
+    Unsafe access is an error at once, not an empty value as in the sandbox.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -81,7 +87,7 @@ def _refuse(message: object) -> NoReturn:
 def render(
     jinja: TemplateEnvironment, source: str, variables: dict[str, object], limit: int
 ) -> dict[str, str]:
-    """Render a template to {"text": ...}, or an error: {"refused": ...}, {"faulty": ...}, {"memory": ...}.
+    """Render a template to {"text": ...}, {"refused": ...}, {"faulty": ...} or {"memory": ...}.
 
     limit: characters of the text.
     """
@@ -115,7 +121,10 @@ def _line_prefix(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Read requests {"source", "variables"} until the input ends; write the result of `render` for each."""
+    """Read requests {"source", "variables"} until the input ends.
+
+    Write the result of `render` for each.
+    """
     environment = TemplateEnvironment()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     try:

@@ -1,7 +1,7 @@
 """The marks of models around their thinking, and the variable that switches it in a chat template.
 
-Marks are recognised by their form: a word for thinking between brackets, as tokens of the vocabulary
-or in the text of the template. Only the few that have no such form are listed by name.
+Marks are recognised by their form: a word for thinking between brackets, as tokens of the
+vocabulary or in the text of the template. Only the few that have no such form are listed by name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MARK_FORMS = (
 class MarkPair:
     """An opening and a closing mark; `label` is a word that follows the opening mark.
 
-    Where the marks `are_tokens`, special ones, they count anywhere in a reply. Otherwise ordinary text
-    could contain them, so they count at its beginning only.
+    Where the marks `are_tokens`, special ones, they count anywhere in a reply. Otherwise ordinary
+    text could contain them, so they count at its beginning only.
     """
 
     opening: str
@@ -37,7 +37,7 @@ class MarkPair:
 
 @dataclass(frozen=True)
 class ThinkingMarks:
-    """The marks of one model: around thinking, the pair of its template first, and around the answer."""
+    """A model's marks: around thinking, its template's pair first, and around the answer."""
 
     thinking: tuple[MarkPair, ...]
     answer: tuple[MarkPair, ...] = ()

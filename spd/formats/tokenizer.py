@@ -1,11 +1,12 @@
 """Text to token ids and back, over the `tokenizers` library and `tokenizer.json` alone.
 
-Plain text becomes a special token only on request, and every token's exact bytes are known, so that text
-can be decoded incrementally. Byte-level and SentencePiece-style vocabularies are supported.
+Plain text becomes a special token only on request, and every token's exact bytes are known, so that
+text can be decoded incrementally. Byte-level and SentencePiece-style vocabularies are supported.
 
-The file is untrusted. Parts that need much time or memory are refused before the library reads them:
-replacements may double a text again and again. Merges and regular expressions may make the library panic,
-which becomes an error. Classes that `tokenizer_config.json` names are never imported.
+The file is untrusted. Parts that need much time or memory are refused before the library reads
+them: replacements may double a text again and again. Merges and regular expressions may make the
+library panic, which becomes an error. Classes that `tokenizer_config.json` names are never
+imported.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ class Tokenizer:
                 visible.update(channel_tokens)
         hidden = {i for name, i in self.special_tokens.items() if name not in visible}
         self.token_bytes = cache(lambda i: b"" if i in hidden else bytes_of(self._token(i)))
-        """The exact bytes of a token, a leading space included; none for ids without a token and for special
-        tokens, except those that separate a reply's thinking from its answer."""
+        """The exact bytes of a token, a leading space included; none for ids without a token and
+        for special tokens, except those that separate a reply's thinking from its answer."""
         self._prefix, self._suffix = self._read_surroundings(config)
         self.digest = b""
 
@@ -146,9 +147,9 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text.
 
-        parse_special: strings such as <|im_end|> become special tokens. add_special: add the tokens that
-        the tokenizer is configured to put around a text (often the BOS token).
-        Raises `UsageError` for text that is not Unicode, `IncompatibleError` when the tokenizer fails.
+        parse_special: strings such as <|im_end|> become special tokens. add_special: add the tokens
+        that the tokenizer is configured to put around a text (often the BOS token). Raises
+        `UsageError` for text that is not Unicode, `IncompatibleError` when the tokenizer fails.
         """
         ids = self._encode(text, parse_special)
         if not parse_special and not self._forbidden_ids.isdisjoint(ids):
@@ -156,10 +157,10 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def limit_length(self, text: str, context: int, *, cut: bool = False) -> str:
-        """Return a text that may fit a context of so many tokens; with `cut` the end of a longer one.
+        """Return a text that may fit a context of so many tokens; with `cut` its end.
 
-        A text with more characters than that many of the longest tokens cannot fit. Without `cut` it
-        raises IncompatibleError.
+        A text with more characters than that many of the longest tokens cannot fit. Without `cut`
+        it raises IncompatibleError.
         """
         if len(text) <= SHORT_TEXT:
             return text
@@ -190,7 +191,10 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 in hex over all pairs of id and token; equal for tokenizers with one vocabulary."""
+        """SHA-256 in hex over all pairs of id and token.
+
+        Equal for tokenizers with one vocabulary.
+        """
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         pairs = sorted((token_id, token) for token, token_id in vocabulary.items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
@@ -212,7 +216,7 @@ class Tokenizer:
     def _read_surroundings(
         self, config: TokenizerConfig
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the post-processor puts before and after a text, corrected by the config."""
+        """Return the ids that are put before and after a text, by post-processor and config."""
         with convert_library_errors(f"{self._where}: cannot encode a letter"):
             encoded = self._library.encode("a")
         if not all(self._token(token_id) for token_id in encoded.ids):
@@ -319,8 +323,8 @@ def _byte_alphabet() -> dict[str, int]:
 def _read_decoder(library: tokenizers.Tokenizer, where: str) -> tuple[Callable[[str], bytes], bool]:
     """Return the function from a token's text to bytes, and True if a text loses its leading space.
 
-    Characters of a byte-level vocabulary stand for bytes; in others texts are replaced, and tokens like
-    <0x0A> are bytes.
+    Characters of a byte-level vocabulary stand for bytes; in others texts are replaced, and tokens
+    like <0x0A> are bytes.
     """
     state = None if library.decoder is None else json.loads(library.decoder.__getstate__())
     steps = [] if state is None else state["decoders"] if state["type"] == "Sequence" else [state]
@@ -429,7 +433,7 @@ def _max_growth(step: Any) -> float:
 
 @contextmanager
 def convert_library_errors(where: str, kind: type[SpdError] = CheckpointError) -> Iterator[None]:
-    """Turn an exception of the library in the block into an error of one line that begins with `where`."""
+    """Turn a library's exception in the block into an error of one line that begins with `where`."""
     try:
         yield
     except BaseException as error:  # a panic is no `Exception`

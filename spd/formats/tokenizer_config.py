@@ -1,4 +1,4 @@
-"""Tokens in the files beside `tokenizer.json`: their roles, further names, and tokens that it lacks."""
+"""Tokens in the files beside `tokenizer.json`: roles, further names, additional tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ID = re.compile(r"[0-9]{1,8}")
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Special tokens by role, further ones, and the tokens added around a text (`None`: not stated)."""
+    """Special tokens by role, further ones, and flags for those around a text (`None`: absent)."""
 
     roles: Mapping[str, str]
     additional_tokens: tuple[str, ...]
@@ -94,7 +94,7 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
 
 
 def _read_named_tokens(fields: Fields) -> dict[str, str]:
-    """Return special tokens by names other than roles: of two keys, and of any key that ends in _token."""
+    """Return special tokens by other names: of two keys, and of any key that ends in _token."""
     tokens: dict[str, str] = {}
     for key, value in fields.values.items():
         is_token = isinstance(value, str) or (
@@ -132,7 +132,10 @@ def _read_added_tokens_decoder(fields: Fields) -> dict[int, tokenizers.AddedToke
 def _read_added_tokens_file(
     fields: Fields, special: frozenset[str]
 ) -> dict[int, tokenizers.AddedToken]:
-    """Return the tokens of `added_tokens.json` by their ids. special: the special ones among them."""
+    """Return the tokens of `added_tokens.json` by their ids.
+
+    special: the special ones among them.
+    """
     tokens: dict[int, tokenizers.AddedToken] = {}
     for text in fields.values:
         number = fields.integer(text, 0, MAX_ID)

@@ -1,4 +1,4 @@
-"""Write Hugging Face folders of the demo's models, and read them (`packed_twin.py` quantizes them)."""
+"""Write and read Hugging Face folders of the demo's models (`packed_twin.py` quantizes them)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def make_config(shape: Sizes, end_of_turn: int) -> dict[str, Any]:
 
 
 def _published_parts(model: Decoder) -> Iterator[tuple[str, list[str], int, list[int]]]:
-    """Yield each parameter, its parts' published names, the dimension they are cut along, their sizes."""
+    """Yield each parameter, its parts' published names, their dimension and their sizes."""
     shape = model.shape
     for inner, value in model.state_dict().items():
         name = _published_name(inner, shape)

@@ -1,9 +1,9 @@
 """The demo's corpus: the Python standard library's source and docstrings as text.
 
-The selection of files, the removal of near-duplicates, the split into training and held-out modules,
-question-and-answer pairs from docstrings, the tokenizer, batches of token ids, and figures of a target and
-its MTP layer on the held-out side. All is a function of the running interpreter's standard library, so the
-same Python gives the same hash.
+The selection of files, the removal of near-duplicates, the split into training and held-out
+modules, question-and-answer pairs from docstrings, the tokenizer, batches of token ids, and figures
+of a target and its MTP layer on the held-out side. All is a function of the running interpreter's
+standard library, so the same Python gives the same hash.
 """
 
 from __future__ import annotations
@@ -325,9 +325,10 @@ def held_out_windows(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[Tensor]:
 def measure_held_out(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, shape: Sizes = TARGET
 ) -> dict[str, Any]:
-    """Measure a target on held-out text: bits per byte, and the MTP layer's agreement at each depth.
+    """Measure a target on held-out text: bits per byte, and agreement of its MTP layer.
 
-    Beside it, how often the most frequent successor of the last token is, counted on the training side.
+    Beside it, how often the most frequent successor of the last token is, counted on the training
+    side.
     """
     target = load_decoder(folder, shape).eval()
     stream = Batches(corpus, tokenizer, 0).source

@@ -1,9 +1,10 @@
-"""The demo's architectures in plain torch: targets shaped as DeepSeek-V3 and Qwen3.5, a Qwen3-shaped draft.
+"""The demo's architectures in plain torch: DeepSeek-V3, Qwen3.5, and Qwen3 for the draft.
 
-Imports nothing from `spd`, so that the checkpoints are evidence independent of the program that reads them.
-Parameters have the names of published checkpoints, but the matrices of a layer's shared and routed experts
-are one matrix, which `demo_checkpoint.py` splits: every expert is computed for every token and those that are
-not selected get weight zero, which at this size is faster than gathering tokens.
+Imports nothing from `spd`, so that the checkpoints are evidence independent of the program that
+reads them. Parameters have the names of published checkpoints, but the matrices of a layer's shared
+and routed experts are one matrix, which `demo_checkpoint.py` splits: every expert is computed for
+every token and those that are not selected get weight zero, which at this size is faster than
+gathering tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class DeepseekShape(Sizes):
 
 @dataclass(frozen=True)
 class HybridShape(Shape):
-    """Sizes of one Qwen3.5-shaped decoder: each `interval`-th layer attends, the others are DeltaNets."""
+    """Sizes of a Qwen3.5-shaped decoder: DeltaNets, and attention in each `interval`-th layer."""
 
     interval: int = 4
     rope: int = 16
@@ -126,7 +127,7 @@ class Attention(nn.Module):
     o_proj: nn.Linear
 
     def project(self, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of h [B, T, inputs], and gates of the output where it has some."""
+        """Return queries, keys and values of h [B, T, inputs], and gates of the output, if any."""
         raise NotImplementedError
 
     def forward(self, h: Tensor, cos: Tensor, sin: Tensor, memory: Memory | None = None) -> Tensor:
@@ -139,10 +140,16 @@ class Attention(nn.Module):
 
 
 class GroupedAttention(Attention):
-    """Grouped heads; with `norms`, each query and key head is normed before its rotation, as Qwen3's are."""
+    """Grouped heads.
+
+    With `norms`, each query and key head is normed before its rotation, as Qwen3's are.
+    """
 
     def __init__(self, shape: Any, inputs: int, norms: bool = True) -> None:
-        """Create projections. shape: has heads, kv_heads, head_dim and hidden, the output's width."""
+        """Create projections.
+
+        shape: has heads, kv_heads, head_dim and hidden, the output's width.
+        """
         super().__init__()
         self.shape = shape
         wide = shape.heads * shape.head_dim
@@ -198,7 +205,7 @@ class LatentAttention(Attention):
 
 
 def attend_memory(q: Tensor, memory: Memory) -> Tensor:
-    """Attend from rows P to step 0's keys up to P and, of each later step, to the key of row P alone."""
+    """Attend from rows P to step 0's keys up to P and, of each later step, to row P's key."""
     (keys, values), *later_steps = memory
     if not later_steps:
         return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
@@ -354,11 +361,12 @@ class Decoder(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight).float()
 
     def mtp_hidden(self, hidden: Tensor, following: Tensor, depth: int) -> list[Tensor]:
-        """Return the MTP layer's states at draft steps 0 … depth - 1, each [B, T, hidden], after its norm.
+        """Return the MTP layer's normed states [B, T, hidden] at draft steps 0 … depth - 1.
 
-        hidden [B, T, hidden] after the final norm; following [B, T + depth - 1], the tokens at positions
-        1 on. Row P of step j has seen (hidden P, token P + 1) and its own j recycled states, at position
-        P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
+        hidden [B, T, hidden] after the final norm; following [B, T + depth - 1], the tokens at
+        positions 1 on. Row P of step j has seen (hidden P, token P + 1) and its own j recycled
+        states, at position P + j: keys of step 0 up to P, then one key of each later step, as a
+        drafter's cache holds them.
         """
         assert self.mtp is not None
         length = hidden.shape[1]
@@ -374,7 +382,7 @@ class Decoder(nn.Module):
 
 
 class MtpLayer(nn.Module):
-    """DeepSeek's MTP layer: norms of embedding and hidden, their projection, one decoder layer, a norm."""
+    """DeepSeek's MTP layer: norms of embedding and hidden, a projection, a decoder layer, a norm."""
 
     def __init__(self, block: Layer, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -388,7 +396,10 @@ class MtpLayer(nn.Module):
     def forward(
         self, embedded: Tensor, hidden: Tensor, turns: tuple[Tensor, ...], memory: Memory
     ) -> Tensor:
-        """Return the next recycled hidden states; append this step's keys and values to `memory`."""
+        """Return the next recycled hidden states.
+
+        Append this step's keys and values to `memory`.
+        """
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         return self.norm(self.block(x, *turns, memory))
 
@@ -405,7 +416,10 @@ class ZeroCenteredNorm(nn.Module):
 
 
 class GatedAttention(Attention):
-    """Grouped heads, normed before a part of each is rotated; gates beside the queries scale the output."""
+    """Grouped heads, normed before a part of each is rotated.
+
+    Gates beside the queries scale the output.
+    """
 
     def __init__(self, shape: HybridShape) -> None:
         super().__init__()
@@ -455,8 +469,8 @@ class UnitLowerInverse(torch.autograd.Function):
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = 64) -> Tensor:
     """Compute the gated delta rule from a zero state in float32, by chunks (Yang et al., 2024).
 
-    q and k [B, Hk, T, dk], normed, q scaled; v [B, Hv, T, dv]; g, the decay's logarithm, and beta [B, Hv, T].
-    Returns [B, Hv, T, dv]. Value head j reads key head j // (Hv / Hk).
+    q and k [B, Hk, T, dk], normed, q scaled; v [B, Hv, T, dv]; g, the decay's logarithm, and beta
+    [B, Hv, T]. Returns [B, Hv, T, dv]. Value head j reads key head j // (Hv / Hk).
     """
     batch, heads, length, width = k.shape
     groups = v.shape[1] // k.shape[1]

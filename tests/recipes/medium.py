@@ -1,9 +1,9 @@
 """Write the 0.35 B checkpoint of the CPU benchmarks, and the draft made of its first two layers.
 
-Qwen3-shaped with random weights. The layers that the draft lacks have a small gain (DAMPING), so that it
-agrees with the target's greedy choice about as often as a trained one would. Its acceptance belongs to these
-two folders and says nothing about a trained model: it is for speed and equality. Deterministic; imports
-nothing from `spd`. Run it from the repository root:
+Qwen3-shaped with random weights. The layers that the draft lacks have a small gain (DAMPING), so
+that it agrees with the target's greedy choice about as often as a trained one would. Its acceptance
+belongs to these two folders and says nothing about a trained model: it is for speed and equality.
+Deterministic; imports nothing from `spd`. Run it from the repository root:
 
     python tests/recipes/medium.py OUT            writes OUT and OUT/draft
     python tests/recipes/medium.py OUT --hybrid   both as Qwen3.5, OUT with an MTP layer
@@ -77,7 +77,10 @@ def write_medium(folder: Path, dtype: str = "bfloat16", seed: int = 0, **shape: 
 
 
 def write_medium_draft(folder: Path, source: Path, layers: int = DRAFT_LAYERS) -> Path:
-    """Write the draft: `source`'s embeddings, final norm and first layers, unchanged; return its folder."""
+    """Write the draft: `source`'s embeddings, final norm and first layers, unchanged.
+
+    Return its folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = layers

@@ -38,7 +38,10 @@ SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 
 
 
 def write_deepseek(folder: Path, *, shards: int = 1, seed: int = 0) -> dict[str, Tensor]:
-    """Write a random DeepSeek-V3-shaped model with its MTP layer in the last shard; return its tensors."""
+    """Write a random DeepSeek-V3-shaped model with its MTP layer in the last shard.
+
+    Return its tensors.
+    """
     torch.manual_seed(seed)
     model = Decoder(SHAPE)
     for parameter in model.parameters():
@@ -52,7 +55,7 @@ def write_deepseek(folder: Path, *, shards: int = 1, seed: int = 0) -> dict[str,
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shards: int = 1) -> None:
-    """Write one file, or shards: the last has the MTP layer, the one before it the tensors of no layer."""
+    """Write one file, or shards: the MTP layer in the last, tensors of no layer before it."""
     if shards == 1:
         save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
         return
@@ -82,7 +85,10 @@ def weights(
 def entries(
     stem: str, shapes: Mapping[str, Shape], dtype: str = "BF16", last: str = ".weight"
 ) -> Iterator[Entry]:
-    """Yield tensors below a stem. In names __ stands for a point; a vector's shape is its length."""
+    """Yield tensors below a stem. In names __ stands for a point.
+
+    A vector's shape is its length.
+    """
     for name, shape in shapes.items():
         tensor_name = f"{stem}{name.replace('__', '.')}{last}"
         yield tensor_name, dtype, (shape,) if isinstance(shape, int) else shape

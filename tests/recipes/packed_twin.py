@@ -1,4 +1,4 @@
-"""Write twins of a checkpoint with quantized matrices, in the published layouts, by their definitions.
+"""Write twins of a checkpoint with quantized matrices, in the published layouts.
 
 Plain torch; imports nothing from `spd`. Bits are packed by Python's integers, one row at a time.
 """
@@ -37,7 +37,7 @@ class StoredMatrix:
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [R, n] into int32 [R, ceil(n * bits / 32)], each row one long integer, low first."""
+    """Pack codes [R, n] into int32 [R, ceil(n * bits / 32)], each row a long integer, low first."""
     rows = []
     count = -(-codes.shape[1] * bits // 32)
     for row in codes.tolist():
@@ -50,7 +50,10 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 def quantize_integers(
     weight: Tensor, bits: int, group: int, sym: bool, scale: torch.dtype = torch.float16
 ) -> list[Tensor]:
-    """Return codes [N, K], scales and zeros [N, K / group] of a matrix. scale: dtype of the scales."""
+    """Return codes [N, K], scales and zeros [N, K / group] of a matrix.
+
+    scale: dtype of the scales.
+    """
     grouped = torch.unflatten(weight.float(), 1, (-1, group))
     max_code = (1 << bits) - 1
     low = grouped.amin(-1).clamp(max=0)
@@ -103,7 +106,10 @@ def store_gptq(
     offset: int = 1,
     shuffled: bool = False,
 ) -> StoredMatrix:
-    """Store a matrix as GPTQ. offset: subtracted from stored zeros. shuffled: columns of mixed groups."""
+    """Store a matrix as GPTQ. offset: subtracted from stored zeros.
+
+    shuffled: columns of mixed groups.
+    """
     size = weight.shape[1]
     group = group if group > 0 else size
     column_groups = torch.arange(size) // group
@@ -257,7 +263,10 @@ NVFP4 = {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
 
 
 def integer_layout(bits: int, group: int, sym: bool) -> Layout:
-    """Return the layout of integers whose groups of columns share a scale; -1: those of a row do."""
+    """Return the layout of integers whose groups of columns share a scale.
+
+    -1: those of a row do.
+    """
     return group_config(bits, group, sym), partial(store_packed, bits=bits, group=group, sym=sym)
 
 
@@ -315,7 +324,7 @@ def stack_experts(experts: Sequence[StoredMatrix]) -> StoredMatrix:
 def write_twins(
     source: Path, folder: Path, layout: str, unquantized: Sequence[str] = UNQUANTIZED
 ) -> tuple[Path, Path]:
-    """Write the twin of an unsharded checkpoint in a layout, and the checkpoint of its dequantized values.
+    """Write the twin of an unsharded checkpoint, and the checkpoint of its dequantized values.
 
     unquantized: parts of the names of matrices that stay as they are.
     """
@@ -344,7 +353,7 @@ def write_twins(
 
 
 def write_twin(source: Path, folder: Path, *, block: int = 128, ue8m0: bool = False) -> Path:
-    """Write the twin of an unsharded checkpoint with FP8 matrices in blocks, as DeepSeek-V3 is published."""
+    """Write the twin of an unsharded checkpoint with FP8 matrices in blocks, as DeepSeek-V3's."""
     shutil.copytree(source, folder)
     tensors = Tensors()
     for name, tensor in load_file(source / "model.safetensors").items():

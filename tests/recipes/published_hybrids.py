@@ -1,10 +1,11 @@
-"""Configurations and tensor lists of published hybrids, expanded from a table; no weights, no `spd`.
+"""Configurations and tensor lists of published hybrids, from a table; no weights, no `spd`.
 
-Every row is a public release of huggingface.co/Qwen: sizes are those of its `config.json`, names those of its
-index. In Qwen3.5, 3.6 and 3.8 projections are separate, and names begin with `model.language_model.`; in
-Qwen3-Next projections are fused by key heads. Experts are stacked in the 16-bit releases of Qwen3.5 and 3.6,
-and separate in Qwen3-Next and in FP8. A_log and the norm after the recurrence are float32 in Qwen3.5,
-bfloat16 in later ones. The vision tower is the 27B's everywhere; nothing reads it.
+Every row is a public release of huggingface.co/Qwen: sizes are those of its `config.json`, names
+those of its index. In Qwen3.5, 3.6 and 3.8 projections are separate, and names begin with
+`model.language_model.`; in Qwen3-Next projections are fused by key heads. Experts are stacked in
+the 16-bit releases of Qwen3.5 and 3.6, and separate in Qwen3-Next and in FP8. A_log and the norm
+after the recurrence are float32 in Qwen3.5, bfloat16 in later ones. The vision tower is the 27B's
+everywhere; nothing reads it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Release:
     gate_type: bool = False
     """As in Qwen3.8: the configuration names the gate after the recurrence."""
     separate_experts: tuple[str, ...] = ()
-    """Prefixes below which experts are separate tensors; in FP8 and in Qwen3-Next they are everywhere."""
+    """Prefixes below which experts are separate tensors.
+
+    In FP8 and in Qwen3-Next they are everywhere.
+    """
 
 
 DENSE_27B = Release(5120, 17408, 64, 24, 4, 48, float32=False)
@@ -65,7 +69,7 @@ RELEASES = {
     "Qwen3-Next-80B-A3B-Instruct-FP8": replace(NEXT_80B, fp8=True),
 }
 TENSOR_COUNTS = {"Qwen3.8-27B": (851, 15, 333), "Qwen3.6-35B-A3B-FP8": (62303, 1560, 333)}
-"""Tensors of the text model, its MTP layer and the vision tower, as readers of the headers counted them."""
+"""Numbers of tensors of the text model, its MTP layer and the vision tower, from the headers."""
 KEY_HEADS = 16
 HEAD = 256
 DELTA_HEAD = 128
@@ -295,7 +299,7 @@ def _experts(row: Release, prefix: str) -> Iterator[Entry]:
 
 
 def write_published(folder: Path, row: Release) -> Path:
-    """Write a release's folder without data: shards of the text model, its MTP layer and the vision tower."""
+    """Write a release's folder without data, in shards: text model, MTP layer, vision tower."""
     parts = [
         list(text_tensors(row)),
         list(mtp_tensors(row)),

@@ -1,8 +1,8 @@
 """Configurations and tensor lists of published checkpoints of other families; no weights, no `spd`.
 
-Sizes are the defaults of the classes in Hugging Face transformers 5, which are those of a release, or known
-from a release; names are the sources of the library's conversions. The lists were not compared with the
-indices of the files.
+Sizes are the defaults of the classes in Hugging Face transformers 5, which are those of a release,
+or known from a release; names are the sources of the library's conversions. The lists were not
+compared with the indices of the files.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def mamba(
 
 
 def nemotron(c: Config) -> Iterator[Entry]:
-    """Yield Nemotron's tensors below `backbone.`, one block a layer; the MTP module is two more of them."""
+    """Yield Nemotron's tensors below `backbone.`, one block a layer.
+
+    The MTP module is two more of them.
+    """
     hidden = c["hidden_size"]
     table = (c["vocab_size"], c["hidden_size"])
     yield from weights("", backbone__embeddings=table, lm_head=table, backbone__norm_f=hidden)
@@ -140,7 +143,10 @@ NEMOTRON_SUPER: Config = {
     "mtp_hybrid_override_pattern": "*E",
     "intermediate_size": 2688,
 }
-"""NVIDIA-Nemotron-3-Super-120B-A12B's, as readers of several public loaders check it; of 88 layers five."""
+"""NVIDIA-Nemotron-3-Super-120B-A12B's, as readers of several public loaders check it.
+
+Of 88 layers five.
+"""
 NEMOTRON_ULTRA: Config = {
     **NEMOTRON_SUPER,
     "hybrid_override_pattern": "M" * 48 + "*" * 12 + "E" * 48,
@@ -208,7 +214,7 @@ def mimo_v2(c: Config) -> Iterator[Entry]:
 
 
 def step3(config: Config) -> Iterator[Entry]:
-    """Yield a model with three MTP layers, each with its own head, and one tensor of the vision tower.
+    """Yield a model with three MTP layers with heads, and one tensor of the vision tower.
 
     Experts are packed by layers, their scales too, where they are in few bits.
     """
@@ -446,7 +452,10 @@ GPT_OSS_120B["layer_types"] = ["sliding_attention", "full_attention"] * 18
 
 
 def gemma4(c: Config) -> Iterator[Entry]:
-    """Yield a model; layers that share another's cache are published with their keys and values too."""
+    """Yield a model.
+
+    Layers that share another's cache are published with their keys and values too.
+    """
     hidden = c["hidden_size"]
     layer_width = c["hidden_size_per_layer_input"]
     prefix = "model.language_model."

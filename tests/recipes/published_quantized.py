@@ -1,8 +1,8 @@
 """Tensor lists of published quantized hybrids: the layout of each packed matrix; no weights.
 
-Names, shapes, dtypes and counts are from reports of the releases' safetensors headers (the revision is above
-each row); of RedHatAI's 9B the sizes of its two files are known. The configurations are the releases' without
-the lists of unquantized modules, which nothing reads.
+Names, shapes, dtypes and counts are from reports of the releases' safetensors headers (the revision
+is above each row); of RedHatAI's 9B the sizes of its two files are known. The configurations are
+the releases' without the lists of unquantized modules, which nothing reads.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _stored_entries(module: str, layout: str, shape: tuple[int, ...]) -> Iterato
 
 
 def parts_of(release: QuantizedRelease) -> list[list[Entry]]:
-    """Return the tensors of the text model, the MTP layer and the vision tower, which may have none."""
+    """Return the tensors of the text model, the MTP layer and the vision tower, if any."""
     row = release.base
     patterns = {re.compile(key): value for key, value in release.layouts.items()}
     vision = [] if row.fused_projections else list(hybrids.vision_tensors(row))

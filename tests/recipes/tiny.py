@@ -1,8 +1,8 @@
-"""Write tiny random checkpoints in the Hugging Face layout: names, config and tokenizer as published ones.
+"""Write tiny random checkpoints in the Hugging Face layout, with names as published.
 
 Plain torch, safetensors and json; imports nothing from `spd`, so that the checkpoints are evidence
-independent of the program that reads them. Each tensor is drawn from (seed, tensor name), so the bits of a
-variant stay when another one changes.
+independent of the program that reads them. Each tensor is drawn from (seed, tensor name), so the
+bits of a variant stay when another one changes.
 """
 
 from __future__ import annotations
@@ -205,10 +205,11 @@ def with_defaults(defaults: Json, options: Json) -> SimpleNamespace:
 def write_tiny(folder: Path, **options: Any) -> Path:
     """Write one random checkpoint and return its folder; the same arguments give the same bytes.
 
-    rope: Hugging Face's dictionary with `rope_type` and `rope_theta`. rope_style: how it is written, as
-    before ("legacy": `rope_theta` and `rope_scaling`) or as in transformers 5 ("parameters").
-    residual_gain: the factor of layer i's output projections. extra: keys that are put into the
-    configuration and choose the blocks of the layers. eos: by default the tokenizer's two end tokens.
+    rope: Hugging Face's dictionary with `rope_type` and `rope_theta`. rope_style: how it is
+    written, as before ("legacy": `rope_theta` and `rope_scaling`) or as in transformers 5
+    ("parameters"). residual_gain: the factor of layer i's output projections. extra: keys that are
+    put into the configuration and choose the blocks of the layers. eos: by default the tokenizer's
+    two end tokens.
     """
     o = with_defaults(DEFAULTS, options)
     eos = ((FIRST_SPECIAL + 2, FIRST_SPECIAL) if o.tokenizer else ()) if o.eos is None else o.eos
@@ -442,7 +443,7 @@ def byte_alphabet() -> list[str]:
 
 
 def write_tokenizer(folder: Path, vocab: int, max_positions: int) -> None:
-    """Write a byte-level BPE whose ids 0..255 are the bytes, then the specials, then pairs of bytes.
+    """Write a byte-level BPE: ids 0..255 are bytes, then specials, then pairs of bytes.
 
     Every id below `vocab` is a token, so that any id a random model emits can be decoded.
     """

@@ -19,7 +19,7 @@ NORMS = (
 
 
 def assistant_shapes(config: Json) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the floating-point tensors by their published names, without clusters."""
+    """Return the shapes of floating-point tensors by published names, without clusters."""
     text = config["text_config"]
     target_hidden = config["backbone_hidden_size"]
     hidden = text["hidden_size"]

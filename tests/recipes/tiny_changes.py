@@ -1,6 +1,7 @@
-"""Changes of a tiny Llama's or Qwen3's tensors into those of another family: names, norms and blocks.
+"""Changes of a tiny Llama's or Qwen3's tensors into those of another family.
 
-Plain torch; imports nothing from `spd`. Further tensors of a family are drawn here, seeded by their names.
+Plain torch; imports nothing from `spd`. Further tensors of a family are drawn here, seeded by their
+names.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ def with_zero_centered_norms(tensors: Tensors) -> Tensors:
 
 
 def with_gemma_norms(tensors: Tensors) -> Tensors:
-    """Make four norms in a layer, scales stored as their distance from 1; those after a block are small."""
+    """Make four norms in a layer, scales stored as their distance from 1.
+
+    Those after a block are small.
+    """
     changed = with_zero_centered_norms(tensors)
     for stem in find_stems(tensors, "post_attention_layernorm.weight"):
         scale = tensors[f"{stem}post_attention_layernorm.weight"]
@@ -80,7 +84,7 @@ def with_gemma_norms(tensors: Tensors) -> Tensors:
 
 
 def with_separate_gates(tensors: Tensors) -> Tensors:
-    """Make Muse-Glimmer's: Gemma's norms but for the last one, and a matrix of gates beside queries."""
+    """Make Muse-Glimmer's: Gemma's norms but for the last, and gates beside queries."""
     changed = {**with_gemma_norms(tensors), "model.norm.weight": tensors["model.norm.weight"]}
     for stem in find_stems(tensors, "self_attn.q_proj.weight"):
         shape = tuple(tensors[f"{stem}self_attn.q_proj.weight"].shape)
@@ -89,7 +93,10 @@ def with_separate_gates(tensors: Tensors) -> Tensors:
 
 
 def with_fused_matrices(tensors: Tensors, *fused_names: str) -> Tensors:
-    """Fuse queries, keys and values, and gate and up, in one tensor each; or only the named ones."""
+    """Fuse queries, keys and values, and gate and up, in one tensor each.
+
+    Or only the named ones.
+    """
     changed = dict(tensors)
     for name in tensors:
         for fused_name in fused_names or FUSED_PARTS:
@@ -147,7 +154,7 @@ def _draw_full_width_norms(tensors: Tensors) -> Tensors:
 
 
 def with_routed_norms(tensors: Tensors) -> Tensors:
-    """Make MiniMax-M2's: norms over all heads and before blocks, Mixtral's names, router corrections."""
+    """Make MiniMax-M2's: norms over all heads, Mixtral's names, router corrections."""
     changed = as_mixtral(tensors) | _draw_full_width_norms(tensors)
     for stem in find_stems(changed, "block_sparse_moe.gate.weight"):
         block = f"{stem}block_sparse_moe."
@@ -176,7 +183,7 @@ def with_fused_mlp(tensors: Tensors) -> Tensors:
 
 
 def with_shared_expert(tensors: Tensors) -> Tensors:
-    """Make biases of queries, keys and values, no norms of heads, and a gated expert for all rows."""
+    """Make biases of queries, keys and values, no norms of heads, a gated shared expert."""
     changed = without_head_norms(without_output_bias(tensors))
     for stem in find_stems(changed, "mlp.gate.weight"):
         hidden = changed[f"{stem}mlp.gate.weight"].shape[1]
@@ -197,7 +204,7 @@ def with_shared_mlp(tensors: Tensors) -> Tensors:
 
 
 def with_narrow_values(tensors: Tensors, value: int = 10, kinds: str = "FSSS") -> Tensors:
-    """Make MiMo-V2's: twice the key heads in sliding layers, sinks, narrow values, router corrections."""
+    """Make MiMo-V2's: sliding layers with sinks and twice the key heads, narrow values."""
     changed = without_head_norms(tensors)
     for stem in find_stems(changed, "k_proj.weight"):
         rows, hidden = changed[f"{stem}k_proj.weight"].shape
@@ -217,7 +224,10 @@ def with_narrow_values(tensors: Tensors, value: int = 10, kinds: str = "FSSS") -
 
 
 def with_head_gates(tensors: Tensors, kinds: str = "FSSF") -> Tensors:
-    """Make Step-3.7's: a gate for each head; six heads in sliding layers, not four; norms around 0."""
+    """Make Step-3.7's: a gate for each head; six heads in sliding layers, not four.
+
+    Norms around 0.
+    """
     changed = with_zero_centered_norms(tensors)
     for stem in find_stems(changed, "q_proj.weight"):
         hidden = changed[f"{stem}q_proj.weight"].shape[1]
@@ -253,7 +263,7 @@ def with_packed_experts(tensors: Tensors) -> Tensors:
 
 
 def with_sinks(tensors: Tensors) -> Tensors:
-    """Make gpt-oss's: sinks, biases everywhere, experts stacked inputs first, gate and up interleaved."""
+    """Make gpt-oss's: sinks, all biases, experts stacked inputs first, gate and up interleaved."""
     changed = without_head_norms(tensors)
     for stem in find_stems(changed, "mlp.gate.weight"):
         experts = pop_experts(changed, stem)
@@ -272,7 +282,7 @@ def with_sinks(tensors: Tensors) -> Tensors:
 
 
 def with_layer_embeddings(tensors: Tensors, sparse: bool = False) -> Tensors:
-    """Make Gemma 4's: every second layer wider, the last two share keys, embeddings for each layer."""
+    """Make Gemma 4's: every second layer wider, the last two share keys, layer embeddings."""
     changed = {
         n: t + 1 if n.endswith("norm.weight") else t for n, t in with_gemma_norms(tensors).items()
     }
@@ -323,7 +333,8 @@ def with_layer_embeddings(tensors: Tensors, sparse: bool = False) -> Tensors:
 def with_convolutions(tensors: Tensors) -> Tensors:
     """Make LFM2's: two of three layers are convolutions; norms and projections under its names.
 
-    Scores of all experts are small for some tokens: the constant that is added to their sum matters.
+    Scores of all experts are small for some tokens: the constant that is added to their sum
+    matters.
     """
     names = {"input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm"}
     names |= {
@@ -354,7 +365,10 @@ def with_convolutions(tensors: Tensors) -> Tensors:
 
 
 def with_mamba(tensors: Tensors, groups: int = 4) -> Tensors:
-    """Make Granite 4's: all layers but one are Mamba-2's, with 8 heads of 16; gate and up are fused."""
+    """Make Granite 4's: all layers but one are Mamba-2's, with 8 heads of 16.
+
+    Gate and up are fused.
+    """
     changed = with_packed_experts(with_fused_matrices(tensors, GATE_UP))
     for stem in find_stems(changed, f"{GATE_UP}.weight"):
         changed[f"{stem}shared_mlp.input_linear.weight"] = changed.pop(f"{stem}{GATE_UP}.weight")
@@ -375,7 +389,7 @@ def with_mamba(tensors: Tensors, groups: int = 4) -> Tensors:
 
 
 def draw_mamba(stem: str, groups: int, out: torch.Tensor) -> Tensors:
-    """Draw a Mamba-2 layer's tensors, all of which matter, with the gain of the attention's output."""
+    """Draw a Mamba-2 layer's tensors, all of which matter, with the gain of `out`."""
     hidden = 64
     heads = 8
     inner = 128

@@ -1,7 +1,7 @@
 """Write tiny random checkpoints of families beyond Llama and Qwen3, made of those by renaming.
 
-Plain torch, safetensors and json; imports nothing from `spd`, like `tests.recipes.tiny`, whose tensors and
-tokenizer these are. Further tensors of a family are drawn from (seed, tensor name) too.
+Plain torch, safetensors and json; imports nothing from `spd`, like `tests.recipes.tiny`, whose
+tensors and tokenizer these are. Further tensors of a family are drawn from (seed, tensor name) too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ NEMOTRON: dict[str, Any] = {
     "mlp_bias": False,
     "attention_bias": False,
 }
-"""`time_step_min` is 0: with another one the library bounds the steps of prompts, and of no other tokens."""
+"""`time_step_min` is 0: with another the library bounds the steps of prompts alone."""
 NEMOTRON_MOE: dict[str, Any] = {
     **NEMOTRON,
     "hybrid_override_pattern": "M*-E",

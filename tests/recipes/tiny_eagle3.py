@@ -1,12 +1,13 @@
 """Write a tiny EAGLE-3 head for a tiny target, in the published layouts.
 
-Two kinds. A `random` head: all of its tensors matter, so that any error in its conventions changes its
-drafts. A `copy` of the target's first layer: it often agrees with a target whose later layers have a small
-gain, at every depth, so that runs of drafts are accepted and others rejected (see `write_tiny_pair`).
+Two kinds. A `random` head: all of its tensors matter, so that any error in its conventions changes
+its drafts. A `copy` of the target's first layer: it often agrees with a target whose later layers
+have a small gain, at every depth, so that runs of drafts are accepted and others rejected (see
+`write_tiny_pair`).
 
-A head's next step reads its state, the residual stream, which would grow with every draft. The copy has as
-many further attention heads, as wide as the state, that attend to their row only: they add the token, which
-is in no residual here, and subtract most of the old state.
+A head's next step reads its state, the residual stream, which would grow with every draft. The copy
+has as many further attention heads, as wide as the state, that attend to their row only: they add
+the token, which is in no residual here, and subtract most of the old state.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ RANDOM_HEAD_SHAPE = {
 """Sizes of a random head, none of them the tiny target's."""
 RANDOM_HEAD_ROPE = 5000.0
 RANDOM_HEAD_EPSILON = 1e-3
-"""The rotary base of a random head, and the epsilon of its norms: large enough to matter beside a small
-embedding."""
+"""The rotary base of a random head, and the epsilon of its norms: large enough to matter beside a
+small embedding."""
 SELF_SCORE = 60.0
 """About the score of a row with itself in the heads that attend to it alone."""
 SOFT_STREAM_STD = 0.085
@@ -64,8 +65,8 @@ def write_tiny_pair(
 ) -> Path:
     """Write a variant of a tiny checkpoint and an EAGLE-3 head for it; return the head's folder.
 
-    Seven layers, so that the default auxiliary indices differ. A `copy` gets a target that it can follow,
-    and more ids than a random head. options: see `write_tiny_eagle3`.
+    Seven layers, so that the default auxiliary indices differ. A `copy` gets a target that it can
+    follow, and more ids than a random head. options: see `write_tiny_eagle3`.
     """
     if variant in FAMILIES:
         write_dense(target, variant, layers=7)
@@ -102,13 +103,14 @@ DEFAULTS: dict[str, Any] = {
 
 
 def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
-    """Write config.json and model.safetensors of a head for the checkpoint in `target`; return its folder.
+    """Write a head for the checkpoint in `target`; return its folder.
 
-    aux: indices j of the layers at whose input the residual stream is read (the number of layers: the
-    stream after the last), written in the layout's convention; None: left out.
-    norm_before_residual: None: left out, which means yes in the speculators layout and no in the others.
-    draft_vocab: the number of the target's ids that the head has logits for; None: all, with the target's
-    output head where own_head is false. hidden_share: the share of the old state that a copy keeps.
+    aux: indices j of the layers at whose input the residual stream is read (the number of layers:
+    the stream after the last), written in the layout's convention; None: left out.
+    norm_before_residual: None: left out, which means yes in the speculators layout and no in the
+    others. draft_vocab: the number of the target's ids that the head has logits for; None: all,
+    with the target's output head where own_head is false. hidden_share: the share of the old state
+    that a copy keeps.
     """
     o = tiny.with_defaults(DEFAULTS, options)
     verifier = json.loads((target / "config.json").read_text())
@@ -204,7 +206,10 @@ def _head_tensors(
 
 
 def _layer_config(verifier: tiny.Json, is_copy: bool, hidden: int) -> dict[str, Any]:
-    """Return a Llama configuration of one layer; a copy has twice the target's heads, each of `hidden`."""
+    """Return a Llama configuration of one layer.
+
+    A copy has twice the target's heads, each of `hidden`.
+    """
     shape = RANDOM_HEAD_SHAPE
     rope = RANDOM_HEAD_ROPE
     epsilon = RANDOM_HEAD_EPSILON
@@ -233,7 +238,7 @@ def _layer_config(verifier: tiny.Json, is_copy: bool, hidden: int) -> dict[str, 
 def _speculators_config(
     layer: tiny.Json, flags: tiny.Json, verifier: tiny.Json, target: Path
 ) -> dict[str, Any]:
-    """Return the speculators layout: the head's layer as one key of several, with its intended use."""
+    """Return the speculators layout: the head's layer as one of several keys, and its use."""
     greedy = {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3}
     speculators = {
         "algorithm": "eagle3",
@@ -252,7 +257,10 @@ def _speculators_config(
 
 
 def _draw_head(layer: tiny.Json, fused: int, vocab: int, draw: Draw) -> tiny.Tensors:
-    """Draw the tensors that all heads have; the layer's under `layer.`, the output over all target ids."""
+    """Draw the tensors that all heads have.
+
+    The layer's under `layer.`, the output over all target ids.
+    """
     hidden = layer["hidden_size"]
     inner = layer["intermediate_size"]
     query, key = (
@@ -296,7 +304,10 @@ def _copy_layer(
     columns = torch.cat((columns, columns + hidden // 2))
 
     def widened(name: str) -> Tensor:
-        """Return a projection of the copied heads, each as wide as the state; [heads * hidden, hidden]."""
+        """Return a projection of the copied heads, each as wide as the state.
+
+        [heads * hidden, hidden].
+        """
         weight = source[f"self_attn.{name}_proj.weight"].view(-1, size, hidden)
         scales = source.get(f"self_attn.{name}_norm.weight")
         weight = weight if scales is None else weight * scales[:, None]
@@ -304,7 +315,7 @@ def _copy_layer(
         return torch.zeros(heads, hidden, hidden).index_copy(1, columns, weight).flatten(0, 1)
 
     def projection(name: str, scale: float, token: Tensor, state: Tensor) -> Tensor:
-        """Return the copied heads, which barely read the state, and as many that attend to their row only."""
+        """Return the copied heads, which barely read the state, and as many of the row alone."""
         blind = draw(name, (heads * hidden, hidden), 0.2 * share / math.sqrt(hidden))
         seeing = torch.cat((widened(name) * scale, blind), 1)
         return torch.cat((seeing, torch.cat((token, state), 1).repeat(heads, 1)))

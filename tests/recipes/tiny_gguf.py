@@ -1,4 +1,4 @@
-"""Write tiny GGUF models: a Llama whose matrices are random blocks of one type, without a vocabulary."""
+"""Write tiny GGUF models: a Llama of random blocks of one type, without a vocabulary."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _floats(kind: str, values: Sequence[float]) -> bytes:
 def tiny_tensors(
     kind: str | Mapping[str, str], seed: int = 0, **sizes: int
 ) -> dict[str, TensorSpec]:
-    """Return the tensors of a Llama whose matrices are of one type, or of types by the ends of names."""
+    """Return a Llama's tensors, with matrices of one type, or of types by the ends of names."""
     kinds = {"": kind} if isinstance(kind, str) else kind
     model_sizes = SIZES | sizes
     hidden = model_sizes["hidden"]
@@ -129,5 +129,8 @@ def tiny_metadata(**sizes: int) -> dict[str, Value]:
 
 
 def write_tiny_gguf(path: Path, kind: str | Mapping[str, str], **sizes: int) -> Path:
-    """Write a Llama whose matrices are of one type, or of types by the ends of names. Returns its path."""
+    """Write a Llama whose matrices are of one type, or of types by the ends of names.
+
+    Returns its path.
+    """
     return write_gguf(path, tiny_metadata(**sizes), tiny_tensors(kind, **sizes))

@@ -1,7 +1,7 @@
-"""Write tiny random checkpoints of the Qwen3.5 kind: gated DeltaNet layers, gated attention, an MTP layer.
+"""Write tiny random checkpoints of the Qwen3.5 kind: DeltaNets, gated attention, an MTP layer.
 
-Plain torch, safetensors and json; imports nothing from `spd`. Names and shapes are those of the published
-checkpoints and of `transformers`' `qwen3_5`.
+Plain torch, safetensors and json; imports nothing from `spd`. Names and shapes are those of the
+published checkpoints and of `transformers`' `qwen3_5`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def write_tiny_hybrid(
 ) -> Path:
     """Write one checkpoint and return its folder; `sizes` are keys of its configuration.
 
-    agreeing: later layers have a small gain and the MTP layer reads mostly the token, so that drafts are
-    often accepted. gain: of the first two. wrapped: as the text model of a vision model, with one of its
-    tensors.
+    agreeing: later layers have a small gain and the MTP layer reads mostly the token, so that
+    drafts are often accepted. gain: of the first two. wrapped: as the text model of a vision model,
+    with one of its tensors.
     """
     config = {**SIZES, **sizes}
     interval = config.get("full_attention_interval", 4)

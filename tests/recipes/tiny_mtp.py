@@ -1,8 +1,9 @@
 """Write a tiny checkpoint with an MTP head, in the names of the published families.
 
-Two kinds. A `random` head: all of its tensors matter, so that any error in its conventions changes its
-drafts. A `copy` of the target's first layer that reads mostly the token: it often agrees with a target whose
-later layers have a small gain, at every depth, so that runs of drafts are accepted and others rejected.
+Two kinds. A `random` head: all of its tensors matter, so that any error in its conventions changes
+its drafts. A `copy` of the target's first layer that reads mostly the token: it often agrees with a
+target whose later layers have a small gain, at every depth, so that runs of drafts are accepted and
+others rejected.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from tests.recipes.tiny import (
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 ModuleNames = tuple[str, str, str, str | None, str, bool]
-"""Names of a module: embedding norm, hidden norm, projection, final norm, the layer's prefix; and True if
-the hidden state comes first. {i} counts modules, {l} layers after the target's."""
+"""Names of a module: embedding norm, hidden norm, projection, final norm, the layer's prefix; and
+True if the hidden state comes first. {i} counts modules, {l} layers after the target's."""
 
 
 def name_module(
     stem: str, *names: str | None, final: str = "final_layernorm", first: bool = False
 ) -> ModuleNames:
-    """Return four names below a stem, which is the layer's prefix too unless a fifth name replaces it."""
+    """Return four names below a stem, which is the layer's prefix unless a fifth name is."""
     filled = [*names, *("enorm", "hnorm", "eh_proj", final, stem)[len(names) :]]
     token, hidden, projection, last = (name and stem + name for name in filled[:4])
     return token, hidden, projection, last, filled[4], first
@@ -75,7 +76,8 @@ def write_tiny_mtp(
 ) -> Path:
     """Write a variant of a tiny checkpoint (see `write_tiny`) with an MTP head; return its folder.
 
-    hidden_share: the gain of the hidden state relative to the token's in the projection of a `copy`.
+    hidden_share: the gain of the hidden state relative to the token's in the projection of a
+    `copy`.
     """
     gains = {"residual_gain": soft_gain} if kind == "copy" else {}
     options = {

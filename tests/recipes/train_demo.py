@@ -2,10 +2,11 @@
 
 There are two targets, one shaped as DeepSeek-V3, one as Qwen3.5's hybrid.
 
-Plain torch; imports nothing from `spd`, so that the demo is evidence independent of the program that it
-demonstrates. Target and MTP layer are trained together, the first by cross entropy, the second from the
-target's distributions. The draft is trained from them too. The shipped demo was first fitted to an earlier
-model, which was not stored (`spd/formats/demo/README.md`). Run it from the repository root:
+Plain torch; imports nothing from `spd`, so that the demo is evidence independent of the program
+that it demonstrates. Target and MTP layer are trained together, the first by cross entropy, the
+second from the target's distributions. The draft is trained from them too. The shipped demo was
+first fitted to an earlier model, which was not stored (`spd/formats/demo/README.md`). Run it from
+the repository root:
 
     python tests/recipes/train_demo.py --compile --out spd/formats/demo
     python tests/recipes/train_demo.py --model hybrid --tokenizer spd/formats/demo --steps 1500 \
@@ -112,7 +113,7 @@ def compile_parts(*models: nn.Module) -> None:
 
 
 def balance(model: Decoder, done: float) -> None:
-    """Move each gate's correction bias towards equal loads, in decreasing steps, as in DeepSeek-V3."""
+    """Move each gate's correction bias towards equal loads, in decreasing steps."""
     for module in model.modules():
         if isinstance(module, Gate):
             module.e_score_correction_bias += (
@@ -124,7 +125,10 @@ def balance(model: Decoder, done: float) -> None:
 def train_target(
     arguments: Namespace, corpus: Corpus, tokenizer: Tokenizer, mtp_only: bool = False
 ) -> Json:
-    """Train the target and its MTP layer together, or continue the latter alone; return the record."""
+    """Train the target and its MTP layer together, or continue the latter alone.
+
+    Return the record.
+    """
     shape = TARGETS[arguments.model]
     target = load_decoder(arguments.out, shape) if mtp_only else new_decoder(shape)
     assert target.mtp is not None
@@ -163,9 +167,10 @@ def train_target(
 def mtp_losses(
     target: Decoder, ids: Tensor, depths: int, frozen: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return cross entropy [rows, T]; by depth, the MTP layer's loss and its agreement with the target.
+    """Return cross entropy [rows, T]; by depth, the MTP layer's loss and agreement.
 
-    ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own tokens.
+    ids [rows, T + MTP_DEPTHS]. The MTP layer learns the target's distribution, with the text's own
+    tokens.
     """
     length = ids.shape[1] - MTP_DEPTHS
     with target.autocast():
@@ -239,7 +244,10 @@ STAGES: dict[str, Callable[[Namespace, Corpus, Tokenizer], Json]] = {
 
 
 def main(arguments: Namespace) -> None:
-    """Run the requested stages; `training.json` beside the checkpoint keeps their records for its README."""
+    """Run the requested stages.
+
+    `training.json` beside the checkpoint keeps their records for its README.
+    """
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(arguments.threads)
     corpus = build_corpus()

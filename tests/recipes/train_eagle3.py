@@ -1,8 +1,8 @@
-"""Train an EAGLE-3 head for the embedded demo's unchanged target, and write it in the published layout.
+"""Train an EAGLE-3 head for the embedded demo, and write it in the published layout.
 
-Plain torch; imports nothing from `spd`. The head is trained on the target's distributions over the corpus of
-the demo, unrolled over its states as a drafter unrolls it. Parameters have the published names; the
-embedding is the target's. Run it from the repository root:
+Plain torch; imports nothing from `spd`. The head is trained on the target's distributions over the
+corpus of the demo, unrolled over its states as a drafter unrolls it. Parameters have the published
+names; the embedding is the target's. Run it from the repository root:
 
     python tests/recipes/train_eagle3.py --out OUT
 """
@@ -45,8 +45,8 @@ DECAY = 0.8
 class Eagle3Shape(Shape):
     """Sizes of one head, and the layers whose input it reads (ascending, at least 1).
 
-    The last token reaches the head through the values of its attention, so they are wide. Of 8 layers the
-    default third, L - 3, would be the sixth; the last one gives better drafts.
+    The last token reaches the head through the values of its attention, so they are wide. Of 8
+    layers the default third, L - 3, would be the sixth; the last one gives better drafts.
     """
 
     intermediate: int = 32
@@ -61,7 +61,7 @@ HEAD = Eagle3Shape()
 
 
 class MidLayer(nn.Module):
-    """The head's layer: attention over the norms of embedding and state, with the state as residual."""
+    """The head's layer: attention over norms of embedding and state, the state as residual."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """A head that reads three residual streams of the target and drafts ids of `draft_ids` alone."""
+    """A head that reads three residual streams of the target and drafts `draft_ids` alone."""
 
     draft_ids: Tensor
 
@@ -105,9 +105,10 @@ class Eagle3Head(nn.Module):
     def states(self, streams: Tensor, following: Tensor, depth: int) -> list[Tensor]:
         """Return the states at draft steps 0 … depth - 1, each [B, T, hidden], before the norm.
 
-        streams [B, T, 3 * hidden]; following [B, T + depth - 1, hidden], embeddings of the tokens at
-        positions 1 on. Row P of step j has seen (streams P, token P + 1) and its own j states, at position
-        P + j: keys of step 0 up to P, then one key of each later step, as a drafter's cache holds them.
+        streams [B, T, 3 * hidden]; following [B, T + depth - 1, hidden], embeddings of the tokens
+        at positions 1 on. Row P of step j has seen (streams P, token P + 1) and its own j states,
+        at position P + j: keys of step 0 up to P, then one key of each later step, as a drafter's
+        cache holds them.
         """
         length = streams.shape[1]
         steps = []
@@ -126,7 +127,7 @@ class Eagle3Head(nn.Module):
 
 
 def read_target(target: Decoder, ids: Tensor, read: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the residual streams at the inputs of some layers, side by side, and logits [B, T, vocab]."""
+    """Return the joined residual streams at the inputs of some layers, and logits [B, T, vocab]."""
     x = target.embed(ids)
     streams = []
     turns = target.rotary(ids.shape[1], x.dtype)
@@ -138,9 +139,10 @@ def read_target(target: Decoder, ids: Tensor, read: tuple[int, ...]) -> tuple[Te
 
 
 def soft_losses(head: Eagle3Head, states: list[Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return by step the loss against the target's distribution over `draft_ids`, and the agreement.
+    """Return by step the loss against the target's distribution, and the agreement.
 
-    A position counts in the loss if the target's choice is in `draft_ids`; in the agreement all count.
+    A position counts in the loss if the target's choice is in `draft_ids`; in the agreement all
+    count.
     """
     teacher = logits[..., head.draft_ids].softmax(-1)
     best = logits.argmax(-1)
