@@ -1,5 +1,4 @@
-"""One round of speculative decoding: a fixed-shape program over static tensors, for S slots
-together.
+"""One round of speculative decoding: a fixed-shape program over static tensors for S slots.
 
     window  = [last committed token, draft 1 ... draft k]      R = k + 1 rows, at positions length - 1 ...
     hidden  = target(window)                      writes keys and values of all R rows
