@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,43 +166,43 @@ def _verification_exchange(config: ModelConfig, ranks: int) -> Exchange:
     return pass_exchange(config.num_layers, config.hidden_size, rows, WIDTH) + logits
 
 
-def _format_row(*cells: str) -> str:
+def _format_row(cells: Iterable[str]) -> str:
     """Return a row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
-def _header_rows(*cells: str) -> Iterator[str]:
+def _header_rows(cells: Sequence[str]) -> Iterator[str]:
     """Yield the header of a Markdown table and the line below it."""
-    yield _format_row(*cells)
-    yield _format_row(*("---" for _ in cells))
+    yield _format_row(cells)
+    yield _format_row(["---"] * len(cells))
 
 
 def exchange_table() -> Iterator[str]:
     """Yield the table of collectives of a verification and the bytes that a rank receives."""
-    yield from _header_rows("target", *(f"TP {size}" for size in SIZES))
+    yield from _header_rows(["target", *(f"TP {size}" for size in SIZES)])
     for name, config in TARGETS.items():
         cells = []
         for size in SIZES:
             exchange = _verification_exchange(config, size) if size > 1 else []
             cells.append(f"{len(exchange)} · {sum(exchange) * (size - 1) / 2**20:.2f} MiB")
-        yield _format_row(name, *cells)
+        yield _format_row([name, *cells])
 
 
 def verify_table() -> Iterator[str]:
     """Yield the table of milliseconds of a verification."""
-    yield from _header_rows("target", "link", *(f"TP {size}" for size in SIZES))
+    yield from _header_rows(["target", "link", *(f"TP {size}" for size in SIZES)])
     for name, config in TARGETS.items():
         nbytes = streamed_bytes(config)
         for link, speeds in LINKS.items():
             times = [
                 speeds.seconds(nbytes, size, _verification_exchange(config, size)) for size in SIZES
             ]
-            yield _format_row(name, link, *(f"{1000 * seconds:.1f}" for seconds in times))
+            yield _format_row([name, link, *(f"{1000 * seconds:.1f}" for seconds in times)])
 
 
 def draft_table() -> Iterator[str]:
     """Yield the table of milliseconds per draft token, the least of a row in bold."""
-    yield from _header_rows("drafter", "link", *(f"draft TP {size}" for size in SIZES))
+    yield from _header_rows(["drafter", "link", *(f"draft TP {size}" for size in SIZES)])
     drafters: dict[str, tuple[ModelConfig, LayerLayout | None]] = {
         name: (config, None) for name, config in MODELS.items()
     }
@@ -216,7 +216,7 @@ def draft_table() -> Iterator[str]:
             for size in SIZES:
                 text = f"{times[size]:.2f}" if size in times else ""
                 cells.append(f"**{text}**" if times.get(size) == least else text)
-            yield _format_row(name, link, *cells)
+            yield _format_row([name, link, *cells])
 
 
 def make_tables() -> dict[str, str]:
