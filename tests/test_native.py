@@ -1,4 +1,5 @@
-"""The C kernels in whole models: every family, every company that a row can be in, the same text."""
+"""The C kernels in whole models: every family, every company that a row can be in, the same
+text."""
 
 from functools import cache
 from pathlib import Path
@@ -133,7 +134,8 @@ def test_the_target_alone_decides(model: Tiny) -> None:
 
 
 def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
-    """What cannot be had is refused where it was asked for, and named in the plan where it was not."""
+    """What cannot be had is refused where it was asked for, and named in the plan where it was
+    not."""
     dense = model("tiny-qwen3")
     for folder, options, reason in (
         (dense, {"dtype": "float16"}, "they multiply bfloat16 and float32, not float16"),
@@ -153,7 +155,8 @@ def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
 
 
 def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
-    """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says why."""
+    """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says
+    why."""
     of_torch = "bfloat16" if Machine("cpu", 0).fast_bfloat16 else "float32"
 
     def planned(**options: Any) -> tuple[str, str, str]:

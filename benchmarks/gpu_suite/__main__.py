@@ -1,4 +1,7 @@
-"""The command: `python -m benchmarks.gpu_suite --out DIR`; its exit status says whether all gates are met."""
+"""The command: `python -m benchmarks.gpu_suite --out DIR`.
+
+Its exit status says whether all gates are met.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Probe: what device memory gives, read alone and read plus write, through Triton and through torch.
+"""Probe: what device memory gives, read alone and read plus write, through Triton and through
+torch.
 
-The read figure is the denominator of every roofline fraction; a copy says less, since it counts both ways.
+The read figure is the denominator of every roofline fraction; a copy says less, since it counts
+both ways.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Probe: plain, speculative and adaptive decoding of several requests at once, at the 8B shape.
 
-The three engines live side by side and take turns at spans of equally many tokens, so that clocks, heat
-and contexts are the same for all; what is reported are ratios within a turn, with an interval for their
-median. Where memory does not hold three, plain decoding lives beside one other at a time; where it does not
-hold two, they run one after another, and the ratio has no interval. Acceptance is imposed; a span's tokens
-are counted as its rounds commit on average, since the luck of a few draws would drown what is measured.
+The three engines live side by side and take turns at spans of equally many tokens, so that clocks,
+heat and contexts are the same for all; what is reported are ratios within a turn, with an interval
+for their median. Where memory does not hold three, plain decoding lives beside one other at a time;
+where it does not hold two, they run one after another, and the ratio has no interval. Acceptance is
+imposed; a span's tokens are counted as its rounds commit on average, since the luck of a few draws
+would drown what is measured.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ SPAN_TOKENS = 20
 PROMPT = 128
 WARM = 12
 CONTEXT = 960
-"""Tokens of a prompt, rounds before the first span, positions of a slot besides those of `FILL` rounds."""
+"""Tokens of a prompt, rounds before the first span, positions of a slot besides those of `FILL`
+rounds."""
 
 
 @dataclass
@@ -82,7 +84,8 @@ class Runner:
         self.spans.append(span)
 
     def describe(self) -> dict[str, Any]:
-        """Return a round's wall time, tokens a second as counted and as expected, and the chosen k."""
+        """Return a round's wall time, tokens a second as counted and as expected, and the chosen
+        k."""
         rounds, seconds = (
             sum(getattr(s, name) for s in self.spans) for name in ("rounds", "seconds")
         )
@@ -124,7 +127,8 @@ class ScriptedLengths(DraftLength):
 
 
 def every_pair(values: Sequence[int]) -> list[int]:
-    """Return the shortest sequence in which every value follows every value (de Bruijn, order 2)."""
+    """Return the shortest sequence in which every value follows every value (de Bruijn, order
+    2)."""
     pairs: list[int] = []
     for index, value in enumerate(values):
         pairs.append(value)
@@ -134,7 +138,8 @@ def every_pair(values: Sequence[int]) -> list[int]:
 
 
 def capture_every_length(engine: Engine) -> None:
-    """Run one round of every shape that adapting may ask for, so that none is captured while it is timed."""
+    """Run one round of every shape that adapting may ask for, so that none is captured while it is
+    timed."""
     chosen = engine.draft_length
     lengths = every_pair(engine.plan.draft_tiers)
     engine.draft_length = ScriptedLengths(lengths)
@@ -152,7 +157,10 @@ def config_of_kind(
     length: float,
     **overrides: Any,
 ) -> EngineConfig:
-    """Return the config of one kind ("plain", "fixed", "auto"); raise if a slot cannot reach its context."""
+    """Return the config of one kind ("plain", "fixed", "auto").
+
+    Raise if a slot cannot reach its context.
+    """
     options = {"slots": slots, "ctx": CONTEXT + ceil(FILL * slots * REFERENCE_LENGTH), **overrides}
     options["cache_pages"] = slots * pages_per_slot(options["ctx"])
     if kind == "plain":
@@ -229,7 +237,10 @@ def run(
     read_rate: float | None = None,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Run every number of slots at the reference acceptance, then a poor drafter; yield after each."""
+    """Run every number of slots at the reference acceptance, then a poor drafter.
+
+    Yield after each.
+    """
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     results: dict[str, Any] = {}
     report = {"read_bytes_per_second": rate, "k": K, "cases": results}

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-call"
-"""A peer of our own making: one decode step over static tensors, compiled by torch and captured whole.
+"""A peer of our own making: one decode step over static tensors, compiled by torch and captured
+whole.
 
-What a good torch user writes in a hundred lines (in the manner of gpt-fast): fused projections, a static
-cache indexed by a position held on the device, `torch.compile` and one CUDA graph, greedy choice. Layers are
-alike, so that one of them is compiled for all; each leaves its last sum to the next one's norm, with which it
-is fused.
+What a good torch user writes in a hundred lines (in the manner of gpt-fast): fused projections, a
+static cache indexed by a position held on the device, `torch.compile` and one CUDA graph, greedy
+choice. Layers are alike, so that one of them is compiled for all; each leaves its last sum to the
+next one's norm, with which it is fused.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, last: Tensor, where: Tensor, mask: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the states [T, hidden] and what is to be added to them, from those of the layer before.
+        """Return the states [T, hidden] and what is to be added to them, from those of the layer
+        before.
 
         Positions where [T]; mask bool [T, positions]; cos and sin [T, head_dim].
         """

@@ -72,7 +72,8 @@ def config_of(
     length: float | None = None,
     **overrides: Any,
 ) -> EngineConfig:
-    """Return the config of an engine on random weights at fixed k, with `length` tokens a round imposed."""
+    """Return the config of an engine on random weights at fixed k, with `length` tokens a round
+    imposed."""
     options: dict[str, Any] = {"spec": "off", "prefix_sharing": False, "load": "dummy"}
     if draft is not None:
         method = "eagle3" if isinstance(draft, Eagle3Shape) else "draft"
@@ -86,7 +87,8 @@ def config_of(
 
 
 def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the work's answer and its seconds, or its error: one failure must not end the other cases."""
+    """Return the work's answer and its seconds, or its error: one failure must not end the other
+    cases."""
     began = time.perf_counter()
     try:
         result = work()
@@ -99,7 +101,8 @@ def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def floor_share(
     result: dict[str, Any], target: Shape, slots: int, read_rate: float
 ) -> dict[str, Any]:
-    """Return plain decoding's measured rounds with their byte floor and its share of the wall time."""
+    """Return plain decoding's measured rounds with their byte floor and its share of the wall
+    time."""
     parts = round_parts(target, None, [result["context"]] * slots, 0)
     floor_us = 1e6 * sum(parts.values()) / read_rate
     return {
@@ -119,7 +122,8 @@ def plain_rounds(engine: Engine, target: Shape, load: Load, read_rate: float) ->
 def sweep_contexts(
     engine: Engine, target: Shape, load: Load, contexts: Sequence[int], read_rate: float
 ) -> dict[str, Any]:
-    """Measure several contexts in one engine, whose static tensors are as wide as the longest needs."""
+    """Measure several contexts in one engine, whose static tensors are as wide as the longest
+    needs."""
     recorder = Recorder.of(engine)
     results = {}
     for context in contexts:
@@ -153,7 +157,8 @@ def run_plain(
     read_rate: float | None = None,
     **options: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Measure every shape's share of the byte floor at batch 1; of the first also latency and contexts."""
+    """Measure every shape's share of the byte floor at batch 1; of the first also latency and
+    contexts."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     models: dict[str, Any] = {}
     report: dict[str, Any] = {"read_bytes_per_second": rate, "models": models}
@@ -231,7 +236,10 @@ def sweep_drafts(
     read_rate: float,
     load: Load,
 ) -> Iterator[dict[str, Any]]:
-    """Measure one pair at every k, on one engine for the largest; yield the results after each k."""
+    """Measure one pair at every k, on one engine for the largest.
+
+    Yield the results after each k.
+    """
     free_memory()
     engine = Engine(config)
     recorder = Recorder.of(engine)
@@ -303,5 +311,6 @@ def run_draft(
 
 
 def run_eagle3(**options: Any) -> Iterator[dict[str, Any]]:
-    """Measure an 8B model with an EAGLE-3 head of its width, which reads the streams between layers."""
+    """Measure an 8B model with an EAGLE-3 head of its width, which reads the streams between
+    layers."""
     yield from run_draft(((QWEN3_8B, EAGLE3_8B),), **options)

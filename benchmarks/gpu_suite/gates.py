@@ -19,10 +19,10 @@ MIN_TOKENS_8B = 8_000
 
 @dataclass(frozen=True)
 class Gate:
-    """A figure that must be at least `least`, and better `goal`: the lowest of all that a probe found.
+    """A figure that must be at least `minimum`, and better `goal`: the lowest that a probe measured.
 
-    With `most`, the largest of them must be no more than that instead. One that is `reported` asks for
-    nothing: it is said with what was found, also where its probe, which is not usual, did not run.
+    With `maximum`, the largest of them must be no more than that instead. A `reported` gate requires
+    nothing: its figure is only reported, also where its probe, which is no default one, did not run.
     """
 
     name: str
@@ -73,7 +73,8 @@ class Verdict:
 def _rows(
     result: Mapping[str, Any], beginnings: Sequence[str], sizes: Sequence[str]
 ) -> Iterator[Sequence[float | None]]:
-    """Yield time, share of the read rate and rival's time of cases by the beginnings of their names."""
+    """Yield time, share of the read rate and rival's time of cases by the beginnings of their
+    names."""
     for name, case in result["cases"].items():
         if name.startswith(tuple(beginnings)):
             yield from (case["rows"][size] for size in sizes if size in case.get("rows", {}))
@@ -206,6 +207,10 @@ def _dense_gates() -> Iterator[Gate]:
     yield Gate("8B over a compiled loop", "peers_loop", loop, minimum=1.25)
     static = partial(_ratios, peers=["transformers static compiled"])
     yield Gate("8B over compiled transformers", "peers_static", static, reported=True)
+
+
+def _equality_gates() -> Iterator[Gate]:
+    """Yield the gates of texts that speculation must not change, and of the GPU tests."""
     texts = (
         ("spd_demo", "the demo's", MIN_TOKENS),
         ("self_draft", "the 8B shape's", MIN_TOKENS_8B),
@@ -233,7 +238,8 @@ def _dense_gates() -> Iterator[Gate]:
 
 def _sparse_gates() -> Iterator[Gate]:
     table = partial(Gate, probe="kernel_table")
-    # 16 slots alone: the latents of one are read in the time that the launches take (see LARGE_BYTES).
+    # 16 slots alone: the latents of one are read in the time that the launches take (see
+    # LARGE_BYTES).
     yield table(
         "latent attention of 16 slots at one query, of the read rate",
         figures=partial(
@@ -287,7 +293,8 @@ def _sparse_gates() -> Iterator[Gate]:
 
 def _recurrent_gates() -> Iterator[Gate]:
     table = partial(Gate, probe="recurrent_table")
-    # 16 and 64 slots: the states of fewer are read in the time that a launch takes (see LARGE_BYTES).
+    # 16 and 64 slots: the states of fewer are read in the time that a launch takes (see
+    # LARGE_BYTES).
     for k in (0, 1, 4, 8):
         large = [f"delta_rule {name} {slots} slots" for name in RECURRENT for slots in (16, 64)]
         figures = partial(_shares, beginnings=large, sizes=[f"k={k}"])
@@ -303,7 +310,7 @@ def _recurrent_gates() -> Iterator[Gate]:
         yield table(name, figures=partial(_chunk_rates, part=part), minimum=2, goal=5)
 
 
-GATES = (*_dense_gates(), *_sparse_gates(), *_recurrent_gates())
+GATES = (*_dense_gates(), *_equality_gates(), *_sparse_gates(), *_recurrent_gates())
 
 
 PEERS = {"peers_eager", "peers_loop"}
@@ -332,7 +339,8 @@ UNFINISHED = ("cut short", "not run")
 
 
 def exit_status(probes: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return NOT_WELL if a gate is missed or a probe failed, NOT_MEASURED if anything is missing."""
+    """Return NOT_WELL if a gate is missed or a probe failed, NOT_MEASURED if anything is
+    missing."""
     verdicts = judge(probes)
     statuses = [probe["status"] for probe in probes.values()]
     is_missed = any(verdict.figure is not None and not verdict.met for verdict in verdicts)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Times of one operation as a round pays for it: in a CUDA graph of many launches, cold in the cache.
+"""Times of one operation as a round pays for it: in a CUDA graph of many launches, cold in the
+cache.
 
-`Once` has the same face and runs every call a single time: it compiles the kernels beforehand, and lets
-the cases run where there is no GPU.
+`Once` has the same face and runs every call a single time: it compiles the kernels beforehand, and
+lets the cases run where there is no GPU.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class GraphTimer:
         stream = self.stream
         torch.cuda.synchronize()  # the operands may still be being made
         with torch.cuda.stream(stream):
-            # Twice: compiled and loaded by the first, the second tells how long the graph should be.
+            # Twice: compiled and loaded by the first, the second tells how long the graph should
+            # be.
             calls[0]()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

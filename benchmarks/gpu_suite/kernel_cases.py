@@ -30,7 +30,8 @@ Rows = dict[str, Row]
 
 @dataclass(frozen=True)
 class Bench:
-    """What a case needs: the kernels, the timer, the type of weights, bytes a second that can be read."""
+    """What a case needs: the kernels, the timer, the type of weights, bytes a second that can be
+    read."""
 
     kernels: Kernels
     timer: Timer
@@ -42,7 +43,8 @@ class Bench:
     def row(
         self, calls: Sequence[Call], nbytes: int | None, rival: Sequence[Call] | None = None
     ) -> Row:
-        """Return a row: time, share of the read rate for `nbytes` read by a call, time of the rival."""
+        """Return a row: time, share of the read rate for `nbytes` read by a call, time of the
+        rival."""
         us = self.timer.microseconds(calls)
         share = 1e6 * nbytes / self.read_rate / us if nbytes and us else None
         return [us, share, self._rival(rival)]
@@ -66,7 +68,8 @@ class Bench:
 def linear_case(
     bench: Bench, kind: str, n: int, k: int, rows: Sequence[int], dtype: torch.dtype | None = None
 ) -> Rows:
-    """Measure a layer's product for each number of rows, against `torch.mm`; kind as in `Shape.weights`.
+    """Measure a layer's product for each number of rows, against `torch.mm`; kind as in
+    `Shape.weights`.
 
     In the bench's type where none is given.
     """
@@ -132,7 +135,10 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
 
 
 def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Rows:
-    """Measure the head with the fused draw for one slot's window; the rival is the head without it."""
+    """Measure the head with the fused draw for one slot's window.
+
+    The rival is the head without it.
+    """
     kernels = bench.kernels
     table_rows = Rows()
     copies = bench.timer.copies(2 * vocab * hidden)
@@ -150,7 +156,8 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
 
 
 def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows:
-    """Measure the embedding, the last norm, and the norm after a block with the sum that follows it."""
+    """Measure the embedding, the last norm, and the norm after a block with the sum that follows
+    it."""
     kernels = bench.kernels
     table_rows = Rows()
     table = bench.normal(vocab, hidden)
@@ -170,7 +177,8 @@ def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows
 
 @dataclass(frozen=True)
 class Pools:
-    """Keys and values of several layers, each [pages, PAGE, K, D], and the slots' page table [S, P]."""
+    """Keys and values of several layers, each [pages, PAGE, K, D], and the slots' page table [S,
+    P]."""
 
     layers: list[tuple[Tensor, Tensor]]
     page_table: Tensor
@@ -206,7 +214,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: boo
 def attention_case(
     bench: Bench, heads: AttentionHeads, slots: int, context: int, rows: Sequence[int]
 ) -> Rows:
-    """Measure windows at a context's end, against torch's attention to contiguous keys, unmasked."""
+    """Measure windows at a context's end, against torch's attention to contiguous keys,
+    unmasked."""
     kernels = bench.kernels
     table_rows = Rows()
     device = bench.timer.device

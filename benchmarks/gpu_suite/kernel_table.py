@@ -1,7 +1,8 @@
 """Probe: every kernel of a round by itself, against the memory's read rate and torch's counterpart.
 
-Times are of launches inside one CUDA graph, over operands in rotation that exceed the cache. A case that
-fails says so in its own line. `warm_parts` says how the compiling can be shared between processes.
+Times are of launches inside one CUDA graph, over operands in rotation that exceed the cache. A case
+that fails says so in its own line. `warm_parts` says how the compiling can be shared between
+processes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def heads_of(shape: Shape) -> AttentionHeads:
 
 
 def cases() -> dict[str, Case]:
-    """Return every case by its name, the most important first; equal matrices of two models once."""
+    """Return every case by its name, the most important first; equal matrices of two models
+    once."""
     all_cases: dict[str, Case] = {}
     seen: set[tuple[str, int, int]] = set()
     for shape in (QWEN3_8B, *(other for other in SHAPES if other != QWEN3_8B), EAGLE_SIZE):

@@ -13,7 +13,8 @@ import triton.language as tl
 
 @triton.jit
 def read_sum_kernel(x, out, size, BLOCK: tl.constexpr):
-    """Sum int32 values, wrapping, one partial sum a program: reads everything, writes almost nothing."""
+    """Sum int32 values, wrapping, one partial sum a program: reads everything, writes almost
+    nothing."""
     program = tl.program_id(0)
     total = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in range(program * BLOCK, size, tl.num_programs(0) * BLOCK):
@@ -31,7 +32,8 @@ def copy_kernel(x, out, size, BLOCK: tl.constexpr):
 
 
 def read_sum(x: torch.Tensor, partial: torch.Tensor, block: int, warps: int) -> None:
-    """Sum an int32 vector into one partial sum for each element of `partial`, which sets the grid."""
+    """Sum an int32 vector into one partial sum for each element of `partial`, which sets the
+    grid."""
     read_sum_kernel[(partial.numel(),)](x, partial, x.numel(), BLOCK=block, num_warps=warps)
 
 

@@ -22,7 +22,8 @@ FAILED_STATUSES = (1, 2)
 
 
 def test_files(tests: Path = ROOT / "tests") -> list[Path]:
-    """Return the files with GPU tests: all of tests/gpu and tests/kernels, and those that name the marker.
+    """Return the files with GPU tests: all of tests/gpu and tests/kernels, and those that name the
+    marker.
 
     Those of tests/gpu, whose rounds take longest, come first.
     """
@@ -36,10 +37,11 @@ def test_files(tests: Path = ROOT / "tests") -> list[Path]:
 
 
 def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
-    """Run them; yield what passed, failed (by name) and was skipped, after each file and every second.
+    """Run them; yield what passed, failed (by name) and was skipped, after each file and every
+    second.
 
-    Also of files that have not ended, whose tests at hand are "running". Raises AssertionError at the end
-    where a test failed or a file broke.
+    Also of files that have not ended, whose tests at hand are "running". Raises AssertionError at
+    the end where a test failed or a file broke.
     """
     with tempfile.TemporaryDirectory() as place:
         names = [str(path) for path in (test_files() if files is None else files)]
@@ -58,7 +60,8 @@ def run(files: Sequence[Path] | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _command(file: str, log: Path) -> list[str]:
-    """Return the command of one file, without the project's options: one needs a plugin, the last -m wins."""
+    """Return the command of one file, without the project's options: one needs a plugin, the last
+    -m wins."""
     configuration = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-o", "addopts="]
     options = [
         "--import-mode=importlib",

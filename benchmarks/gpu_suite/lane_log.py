@@ -1,7 +1,7 @@
 """A pytest plugin: how every test ends, a line of a file each, written before the next test begins.
 
-A run that is killed leaves what it had found, and which test it was in: a report that is written at the
-end would be lost with it. `pytest -p benchmarks.gpu_suite.lane_log --lane-log FILE`.
+A run that is killed leaves what it had found, and which test it was in: a report that is written at
+the end would be lost with it. `pytest -p benchmarks.gpu_suite.lane_log --lane-log FILE`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Writer:
-    """Writes {"test", "end"} lines: "begun", then "passed", "skipped" or "failed"; "" is the file itself."""
+    """Writes {"test", "end"} lines: "begun", then "passed", "skipped" or "failed".
+
+    "" is the file itself.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file

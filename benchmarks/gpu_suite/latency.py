@@ -1,4 +1,5 @@
-"""What one request waits for: its first token, cold and warm, and the gaps between those that follow."""
+"""What one request waits for: its first token, cold and warm, and the gaps between those that
+follow."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def compiled_kernels() -> int:
 def first_tokens(engine: Engine, prompt: int, vocab: int) -> dict[str, Any]:
     """Measure milliseconds to the first token of a new engine's first request, and of a later one.
 
-    Cold is what follows loading: capture, and compiling what no cache on disk holds, of which there is a
-    number. No prompt is like another.
+    Cold is what follows loading: capture, and compiling what no cache on disk holds, of which there
+    is a number. No prompt is like another.
     """
     before = compiled_kernels()
     cold, _ = run_alone(engine, random_prompt(prompt, vocab, 101), 2)

@@ -13,7 +13,8 @@ from benchmarks.summaries import Summary, summarize
 
 
 def time_calls(calls: Sequence[Callable[[], object]], repeats: int = 30) -> dict[str, Any]:
-    """Time the calls in rotation (give several so that none finds its data in the cache); milliseconds.
+    """Time the calls in rotation (give several so that none finds its data in the cache);
+    milliseconds.
 
     Two passes of `repeats` are taken; `again_over_first` is the ratio of their medians: differences
     between versions smaller than its distance from 1 are noise.

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-call"
 """Probes: other ways to run a model of the 8B shape on this GPU, one request at a time, beside spd.
 
-Eager `transformers` and its assisted generation; a loop of our own compiled by torch; `transformers`
-compiled with its static cache. Each probe runs its peers and spd in turn in one process, on random
-weights in bfloat16; speeds are differences of a longer and a shorter generation, so that prompts and
-starting up do not count. Compiling has probes of its own, since it may take longer than it is given. What has
-a gate comes first, and every turn is kept as it ends.
+Eager `transformers` and its assisted generation; a loop of our own compiled by torch;
+`transformers` compiled with its static cache. Each probe runs its peers and spd in turn in one
+process, on random weights in bfloat16; speeds are differences of a longer and a shorter generation,
+so that prompts and starting up do not count. Compiling has probes of its own, since it may take
+longer than it is given. What has a gate comes first, and every turn is kept as it ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def tokens_a_second(generate: Generate) -> float:
 def interleave(
     contenders: dict[str, Generate], turns: int = TURNS, seconds: float = SECONDS
 ) -> Iterator[dict[str, Any]]:
-    """Run every contender once a turn, at least two turns; yield speeds and ratios of spd's to the others'.
+    """Run every contender once a turn, at least two turns; yield speeds and ratios of spd's to the
+    others'.
 
     A contender that fails is named with its error and left out from then on.
     """
@@ -110,7 +111,8 @@ def spd_contender(engine: Engine, vocab: int) -> Generate:
 def spd_running(
     target: Shape, draft: Shape | None = None, length: float = 1.0, **options: Any
 ) -> Iterator[Generate]:
-    """Yield spd as a contender, plain or with a draft at `length` tokens a round; close it afterwards."""
+    """Yield spd as a contender, plain or with a draft at `length` tokens a round; close it
+    afterwards."""
     with tempfile.TemporaryDirectory() as place:
         config = config_of(Path(place), target, draft, K, length, **{"ctx": POSITIONS, **options})
         engine = Engine(config)
@@ -158,7 +160,8 @@ def transformers_contender(model: Any, **options: Any) -> Generate:
 
 
 def assisted_contender(model: Any, assistant: Any) -> Generate:
-    """Return assisted generation in which every draft is accepted: both models always give one token.
+    """Return assisted generation in which every draft is accepted: both models always give one
+    token.
 
     Its acceptance cannot be imposed otherwise; compare it with spd at K + 1 tokens a round.
     """
@@ -182,7 +185,8 @@ def assisted_contender(model: Any, assistant: Any) -> Generate:
 def run_eager(
     target: Shape = QWEN3_8B, draft: Shape = QWEN3_06B, device: str = "cuda", **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Compare eager transformers with plain spd, and assisted generation with spd, accepting every draft."""
+    """Compare eager transformers with plain spd, and assisted generation with spd, accepting every
+    draft."""
     report: dict[str, Any] = {}
     options = {"device": device, **options}
     model = random_transformer(target, device, torch.bfloat16)

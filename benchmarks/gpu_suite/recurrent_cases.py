@@ -48,7 +48,8 @@ SHAPES = (DeltaShape("Qwen3.5-27B", 48, 16), DeltaShape("Qwen3.5-35B-A3B", 32, 1
 
 
 def windows(bench: Bench, slots: int, k: int) -> Segments:
-    """Return a round's rows; half of the drafts before them were accepted, and are to be applied."""
+    """Return a round's rows; half of the drafts before them were accepted, and are to be
+    applied."""
     fixed = [bench.integers(slots, fill=value) for value in (k + 1, START, START)]
     slot = torch.arange(slots, device=bench.timer.device)
     applied = bench.integers(slots, fill=START - 1 - k // 2)
@@ -105,7 +106,8 @@ def delta_case(
 def conv_case(
     bench: Bench, shape: DeltaShape, slots: int, lengths: Sequence[int] = LENGTHS
 ) -> Rows:
-    """Measure convolutions of rounds of k drafts and the gated norm, against torch's convolution."""
+    """Measure convolutions of rounds of k drafts and the gated norm, against torch's
+    convolution."""
     table_rows = Rows()
     device = bench.timer.device
     channels = shape.channels
@@ -135,7 +137,8 @@ def conv_case(
 
 
 def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
-    """Measure a prompt chunk; the second column is one layer's tokens a second, the rival a step a token.
+    """Measure a prompt chunk; the second column is one layer's tokens a second, the rival a step a
+    token.
 
     The convolution before it has the last row.
     """

@@ -1,4 +1,5 @@
-"""The report: what it says of machine and sources, where it goes, and what of an earlier one it keeps."""
+"""The report: what it says of machine and sources, where it goes, and what of an earlier one it
+keeps."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def gpu_and_driver() -> str | None:
 
 
 def digest_of_sources(root: Path = ROOT) -> str:
-    """Return digits that change with any source: a commit does not identify a changed working tree."""
+    """Return digits that change with any source: a commit does not identify a changed working
+    tree."""
     digest = hashlib.sha256()
     for folder in ("spd", "benchmarks", "tests"):
         for path in sorted((root / folder).rglob("*")):
@@ -61,10 +63,11 @@ def digest_of_sources(root: Path = ROOT) -> str:
 
 
 def place_of(report: Answer, out: Path, keep: bool) -> Path:
-    """Return a report's file in `out`; add the probes of an earlier one of the same machine and sources.
+    """Return a report's file in `out`; add the probes of an earlier one of the same machine and
+    sources.
 
-    One of another machine or of other sources is replaced; with `keep` it is left alone, and the next
-    name that is free, or whose report can be gone on with, is taken.
+    One of another machine or of other sources is replaced; with `keep` it is left alone, and the
+    next name that is free, or whose report can be gone on with, is taken.
     """
     for path in _names(out):
         if not path.exists():

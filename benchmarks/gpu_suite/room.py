@@ -29,7 +29,8 @@ def usable_bytes(config: EngineConfig, device: str) -> int:
 
 
 def side_by_side(needs: Mapping[str, int], usable: int) -> list[tuple[str, ...]]:
-    """Return groups of engines, by the bytes that each needs; a group is built together, one after another.
+    """Return groups of engines, by the bytes that each needs; a group is built together, one after
+    another.
 
     All of them where they fit; else the first with each other one; else each by itself.
     """

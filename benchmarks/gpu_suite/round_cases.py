@@ -1,4 +1,5 @@
-"""The measured kernels of a round that are not a layer's: sampling, verifying, window, commit, lookup.
+"""The measured kernels of a round that are not a layer's: sampling, verifying, window, commit,
+lookup.
 
 See `kernel_cases` for what a case is.
 """
@@ -119,7 +120,10 @@ def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
 
 @dataclass
 class Slots:
-    """The state that a round's own kernels read and write, for S slots; see `spd.runtime.round.state`."""
+    """The state that a round's own kernels read and write, for S slots.
+
+    See `spd.runtime.round.state`.
+    """
 
     tokens: torch.Tensor
     length: torch.Tensor
@@ -160,7 +164,8 @@ class Slots:
 
 
 def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows:
-    """Measure the kernels around the two models: window, commit, clock, and a draft model's windows."""
+    """Measure the kernels around the two models: window, commit, clock, and a draft model's
+    windows."""
     kernels = bench.kernels
     s = Slots.build(bench, slots, k, width, vocab)
     paging = Paging(PAGE, width, 0)
@@ -172,7 +177,8 @@ def round_case(bench: Bench, slots: int, k: int, width: int, vocab: int) -> Rows
         "mark_time": partial(kernels.mark_time, s.times, s.counter, ENDED, True),
         "committed_window": partial(kernels.committed_window, s, 2, s.active, paging, None),
         "draft_step": partial(kernels.draft_step, s, sampled[:, :1], 0, max(1, k), paging),
-        # Last, since every launch moves the lengths on; a row of `width` tokens has room for thousands.
+        # Last, since every launch moves the lengths on; a row of `width` tokens has room for
+        # thousands.
         "round_commit": partial(kernels.round_commit, s, window, sampled, finite),
     }
     return {name: bench.row([call], None) for name, call in calls.items()}

@@ -1,8 +1,10 @@
-"""The ways to generate that are held against each other; those that compare most tokens a second come first.
+"""The ways to generate that are held against each other; those that compare most tokens a second
+come first.
 
-A probe that is stopped has then compared as many as it could. Every way that reads late or runs eager has
-one beside it that shares its drafter, k and tokens, so that what was drafted and accepted is compared too:
-the long ones captured at lag 0, 1 and 2, the short ones eager at each and captured.
+A probe that is stopped has then compared as many as it could. Every way that reads late or runs
+eager has one beside it that shares its drafter, k and tokens, so that what was drafted and accepted
+is compared too: the long ones captured at lag 0, 1 and 2, the short ones eager at each and
+captured.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to generate; "off" is plain decoding, None is the plan's choice; of `runs` and `tokens` all.
+    """One way to generate; "off" is plain decoding, None is the plan's choice; of `runs` and
+    `tokens` all.
 
     `requests`: of each run only so many.
     """

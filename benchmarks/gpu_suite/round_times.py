@@ -1,7 +1,8 @@
-"""Steady rounds of an engine: timed by the wall clock over many, and by the device's own clock in each.
+"""Steady rounds of an engine: timed by the wall clock over many, and by the device's own clock in
+each.
 
-The device's times come from the rounds' first and last kernels, so the gap between two rounds is what
-neither the kernels nor the graph account for: the host's share, if it stands in the way.
+The device's times come from the rounds' first and last kernels, so the gap between two rounds is
+what neither the kernels nor the graph account for: the host's share, if it stands in the way.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from spd.runtime.round.sampling_params import SamplingSteps
 Result = TypeVar("Result")
 GREEDY = SamplingParams(ignore_eos=True)
 FILL = 1.25
-"""Rounds a slot, at most, that run until all decode: a prompt's last rows are a pass of their own."""
+"""Rounds a slot, at most, that run until all decode: a prompt's last rows are a pass of their
+own."""
 SYNC_WARNING = "synchronizing CUDA operation"
 
 
@@ -60,7 +62,8 @@ def random_prompt(length: int, vocab: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """One round of k drafts by the device's clock, nanoseconds, and how long the host waited to read it."""
+    """One round of k drafts by the device's clock, nanoseconds, and how long the host waited to
+    read it."""
 
     k: int
     began: int
@@ -71,7 +74,8 @@ class RoundTimes:
 
 @dataclass
 class Recorder:
-    """Notes the times of every round that an engine reads, in order, by standing before its queue."""
+    """Notes the times of every round that an engine reads, in order, by standing before its
+    queue."""
 
     rounds: list[RoundTimes] = field(default_factory=list)
 
@@ -114,7 +118,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Span:
-    """Some rounds in a row: wall time from an idle device to an idle device, and what they committed."""
+    """Some rounds in a row: wall time from an idle device to an idle device, and what they
+    committed."""
 
     rounds: int
     seconds: float
@@ -143,10 +148,11 @@ def run_span(
 def start(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, warm: int
 ) -> int:
-    """Admit the prompts, step until all decode, then run `warm` rounds; return the committed tokens.
+    """Admit the prompts, step until all decode, then run `warm` rounds; return the committed
+    tokens.
 
-    The rounds capture what they need. Prompts are written between rounds of those who came before, a few
-    steps each: see `FILL`. Raises RuntimeError where one has ended before the last begins.
+    The rounds capture what they need. Prompts are written between rounds of those who came before,
+    a few steps each: see `FILL`. Raises RuntimeError where one has ended before the last begins.
     """
     for index, prompt in enumerate(prompts):
         engine.add(Request(f"request-{index}", tuple(prompt), params))
@@ -172,12 +178,14 @@ def spread(values: Sequence[float]) -> list[float]:
 
 
 def describe_span(span: Span, slots: int, lag: int) -> dict[str, Any]:
-    """Return microseconds, [median, 90th percentile] or the wall clock's mean; tokens a slot and round.
+    """Return microseconds, [median, 90th percentile] or the wall clock's mean; tokens a slot and
+    round.
 
     period: from a round's beginning to the next one's; idle: from a round's end to the next one's
     beginning; device: from beginning to end; verify ends at the commit, draft is what follows it.
     """
-    # Rounds that were on their way when the clock started, and the first after it, did not run steadily.
+    # Rounds that were on their way when the clock started, and the first after it, did not run
+    # steadily.
     steady = span.records[lag + 1 :]
     pairs = list(pairwise(steady))
     return {
@@ -233,7 +241,8 @@ class Load:
 
 
 def measure_load(engine: Engine, recorder: Recorder, load: Load, vocab: int) -> dict[str, Any]:
-    """Run the load to the end of its watched rounds and describe them, with the mean context of a slot."""
+    """Run the load to the end of its watched rounds and describe them, with the mean context of a
+    slot."""
     prompts = [random_prompt(load.prompt, vocab, seed) for seed in range(load.slots)]
     before = start(engine, prompts, load.params, load.warm)
     span = run_span(engine, recorder, rounds=load.rounds)

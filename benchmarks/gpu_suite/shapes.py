@@ -1,7 +1,8 @@
-"""The models whose shapes are measured: config-only folders, and how many bytes a round of them must read.
+"""The models whose shapes are measured: config-only folders, and how many bytes a round of them
+must read.
 
-Nothing but `config.json` is written; the weights are random, made on the device (`load="dummy"`), so only
-speed and equality can be measured with them, never text.
+Nothing but `config.json` is written; the weights are random, made on the device (`load="dummy"`),
+so only speed and equality can be measured with them, never text.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Shape:
         return sum(n * k for name, (n, k) in self.weights().items() if name != "head")
 
     def read_weights(self) -> int:
-        """Return the weights that a forward pass reads: every matrix once, the head, no embedding table."""
+        """Return the weights that a forward pass reads: every matrix once, the head, no embedding
+        table."""
         return self.layers * self._layer_weights() + self.head_weights()
 
     def head_weights(self) -> int:
@@ -91,7 +93,8 @@ class Eagle3Shape(Shape):
     draft_vocab: int = 32000
 
     def weights(self) -> dict[str, tuple[int, int]]:
-        """Return `Shape.weights`: the layer reads a token and a state concatenated, the head has some ids."""
+        """Return `Shape.weights`: the layer reads a token and a state concatenated, the head has
+        some ids."""
         sizes = super().weights()
         pairs = (sizes["qkv"][0], 2 * self.hidden)
         return {**sizes, "qkv": pairs, "head": (self.draft_vocab, self.hidden), "fuse": self.fused}
@@ -105,7 +108,8 @@ class Eagle3Shape(Shape):
         return sum(n * k for name, (n, k) in self.weights().items() if name not in ("head", "fuse"))
 
     def parameters(self) -> int:
-        """Return `Shape.parameters` of a head with its target's embeddings, four norms, and a list of ids."""
+        """Return `Shape.parameters` of a head with its target's embeddings, four norms, and a list
+        of ids."""
         fuse = self.fused[0] * self.fused[1]
         return self._layer_weights() + fuse + self.head_weights() + 4 * self.hidden
 
@@ -153,8 +157,8 @@ LLAMA_8B = Shape("Llama-3.1-8B", 4096, 32, 32, 8, 14336, vocab=128256, family="l
 EAGLE_SIZE = Shape("EAGLE-size", 2048, 1, 32, 8, 15360, tied=True)
 """A drafter of one layer that reads 0.85 GB a forward, as the EAGLE-3 head of an 8B model does.
 
-A published head has the target's width and a vocabulary of 32k; with the whole vocabulary the same bytes
-need half the width: 0.62 GB of head and 0.23 GB of layer.
+A published head has the target's width and a vocabulary of 32k; with the whole vocabulary the same
+bytes need half the width: 0.62 GB of head and 0.23 GB of layer.
 """
 EAGLE3_8B = Eagle3Shape("EAGLE-3", 4096, 1, 32, 8, 12288, family="llama")
 """The head of an 8B model: 0.70 GB a draft, and 0.10 GB a round."""
@@ -172,7 +176,8 @@ def write_folder(shape: Shape, parent: Path) -> Path:
 
 
 def shortened(shape: Shape, layers: int = 1) -> Shape:
-    """Return the shape with fewer layers, which compiles the same kernels in less time and memory."""
+    """Return the shape with fewer layers, which compiles the same kernels in less time and
+    memory."""
     return replace(shape, name=f"{shape.name}-short", layers=min(layers, shape.layers))
 
 
@@ -183,8 +188,8 @@ Parts = dict[str, int]
 def forward_parts(shape: Shape, contexts: Sequence[int], rows: int = 1, itemsize: int = 2) -> Parts:
     """Return the bytes that a forward pass of `rows` rows a slot must read, by part.
 
-    contexts: positions each slot attends to. Weights once, every slot's keys and values once (its rows
-    share one read), one embedding row a row. What is written is not counted, nor activations.
+    contexts: positions each slot attends to. Weights once, every slot's keys and values once (its
+    rows share one read), one embedding row a row. What is written is not counted, nor activations.
     """
     head = shape.head_weights()
     return {

@@ -1,6 +1,8 @@
-"""Kernels of latent attention, of experts and of eight-bit weights; see `kernel_cases` for the columns.
+"""Kernels of latent attention, of experts and of eight-bit weights; see `kernel_cases` for the
+columns.
 
-Bytes are those that must be moved: a latent once for all heads, of the experts those that rows chose.
+Bytes are those that must be moved: a latent once for all heads, of the experts those that rows
+chose.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ def latent_case(
     context: int,
     rows: Sequence[int],
 ) -> Rows:
-    """Measure decode windows over latents; shares count every slot's latents, and `partial_bytes`."""
+    """Measure decode windows over latents.
+
+    Shares count every slot's latents, and `partial_bytes`.
+    """
     kernels = bench.kernels
     table_rows = Rows()
     device = bench.timer.device
@@ -77,9 +82,10 @@ def latent_case(
 def partial_bytes(rows: int, context: int, rank: int) -> int:
     """Return the bytes of the chunks' float32 results, written and read; 0 if the cache holds them.
 
-    With 128 heads they are more than the latents themselves: 4 x 512 bytes for each head and 128 positions,
-    against 2 x 576 a position. A share of the latents alone could not reach half of the read rate however
-    good the kernel. What the cache holds costs no memory traffic, and counting it would flatter.
+    With 128 heads they are more than the latents themselves: 4 x 512 bytes for each head and 128
+    positions, against 2 x 576 a position. A share of the latents alone could not reach half of the
+    read rate however good the kernel. What the cache holds costs no memory traffic, and counting it
+    would flatter.
     """
     once = 4 * rows * num_chunks(context) * rank
     return 2 * once if once > CACHE_BYTES else 0
@@ -118,8 +124,9 @@ def experts_case(
 
 
 def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
-    """Choices [T, C] of the same pattern among `count` experts, no two of the same: what one touches, the
-    cache has lost when it comes again. `turns` of them, fewer where that would take more experts."""
+    """Choices [T, C] of the same pattern among `count` experts, no two of the same: what one
+    touches, the cache has lost when it comes again. `turns` of them, fewer where that would take
+    more experts."""
     ranks = (torch.bincount(ids.flatten(), minlength=count) > 0).cumsum(0)
     pattern = ranks[ids] - 1
     touched = int(ranks[-1])

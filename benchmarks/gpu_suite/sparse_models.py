@@ -1,8 +1,9 @@
-"""Probe: whole rounds at the shapes of models with latent attention, experts, MTP layers and FP8 blocks.
+"""Probe: whole rounds at the shapes of models with latent attention, experts, MTP layers and FP8
+blocks.
 
-A folder holds `config.json` and a checkpoint of the right names and shapes whose values take no disk: the
-file is one hole. Weights are random, made on the device. Byte floors count the experts that rows were seen to
-go to.
+A folder holds `config.json` and a checkpoint of the right names and shapes whose values take no
+disk: the file is one hole. Weights are random, made on the device. Byte floors count the experts
+that rows were seen to go to.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 
 @dataclass(frozen=True)
 class Published:
-    """One model's configuration, in as many layers as are measured at most, and its number of MTP layers."""
+    """One model's configuration, in as many layers as are measured at most, and its number of MTP
+    layers."""
 
     name: str
     config: Mapping[str, Any]
@@ -226,7 +228,10 @@ MODELS = (V3, MIMO, QWEN3_30B, V2_LITE, GLM_AIR)
 
 
 def write_hollow(model: Published, parent: Path) -> Path:
-    """Write a model's folder; its checkpoint has every name and shape, and zeros that are stored nowhere."""
+    """Write a model's folder.
+
+    Its checkpoint has every name and shape, and zeros that are stored nowhere.
+    """
     folder = parent / model.name.replace(" ", "-").replace(",", "")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(model.config)), encoding="utf-8")
@@ -303,7 +308,8 @@ def touched_experts(engine: Engine, load: Load, vocab: int) -> float:
 
 
 def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, float]:
-    """Return the bytes that a round must read: matrices once, `touched` experts a layer, contexts, k drafts.
+    """Return the bytes that a round must read: matrices once, `touched` experts a layer, contexts,
+    k drafts.
 
     A draft pass reads the module's own matrices, of experts those of one token, and the head.
     """
@@ -370,7 +376,8 @@ def measure_model(engine: Engine, load: Load, rate: float, touched: float) -> di
 
 
 def options_at(folder: Path, load: Load, k: int) -> dict[str, Any]:
-    """Return the options of an engine on random weights that drafts k tokens at imposed acceptance."""
+    """Return the options of an engine on random weights that drafts k tokens at imposed
+    acceptance."""
     options: dict[str, Any] = {"model": folder, "load": "dummy", "prefix_sharing": False}
     options |= {"ctx": load.context(k), "spec": "off"}
     if k:
@@ -404,7 +411,8 @@ def run(
     read_rate: float | None = None,
     **overrides: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each model plain and, with MTP layers, drafting 1 and 3 tokens at imposed acceptance."""
+    """Measure each model plain and, with MTP layers, drafting 1 and 3 tokens at imposed
+    acceptance."""
     rate = read_rate or float(measure_read(READ_GIB, repeats=10)["bytes_per_second"])
     results: dict[str, Any] = {}
     report: dict[str, Any] = {"read_bytes_per_second": rate, "models": results}

@@ -1,11 +1,11 @@
 """Probes: does speculation, batching, capturing or reading late change a token on this device.
 
-Every request is generated without speculation; then with every drafter, k, lag, alone and among others,
-eager and captured, and each text must equal the first one. At fixed k the counts of drafted and accepted
-tokens must not depend on lag or capturing either: a race would spoil them and never the text. On the
-demo acceptance is natural. Matrices as small as the demo's can hide a fault of the larger ones, so other
-probes repeat it on the 0.35 B recipe, and on an 8B shape that drafts for itself: bit-equal rows make it
-accept every draft.
+Every request is generated without speculation; then with every drafter, k, lag, alone and among
+others, eager and captured, and each text must equal the first one. At fixed k the counts of drafted
+and accepted tokens must not depend on lag or capturing either: a race would spoil them and never
+the text. On the demo acceptance is natural. Matrices as small as the demo's can hide a fault of the
+larger ones, so other probes repeat it on the 0.35 B recipe, and on an 8B shape that drafts for
+itself: bit-equal rows make it accept every draft.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Outcome:
     counts: tuple[Any, ...]
     rejected: int
     latencies: tuple[float, float] = (0.0, 0.0)
-    """Milliseconds for a token after the first ones (TPOT), and from one emission to the next (ITL)."""
+    """Milliseconds for a token after the first ones (TPOT), and from one emission to the next
+    (ITL)."""
 
 
 def jobs_of(run: str, count: int) -> list[Job]:
@@ -167,7 +168,10 @@ class Comparison:
             engine.close()
 
     def measure(self, setting: Setting) -> dict[str, Any]:
-        """Generate every run in one setting and count differences; add them to the report's sums."""
+        """Generate every run in one setting and count differences.
+
+        Add them to the report's sums.
+        """
         free_memory()
         engine = build_engine(self.folder, self.draft, self.device, setting, **self.config)
         row = {"tokens": 0, "differing_tokens": 0, "requests": 0, "other_counts": 0, "rejected": 0}
@@ -218,7 +222,10 @@ def compare(
     runs: Sequence[str] = tuple(RUNS),
     **config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Compare every setting with the reference; yield the report after each. Speeds include admission."""
+    """Compare every setting with the reference.
+
+    Yield the report after each. Speeds include admission.
+    """
     comparison = Comparison(folder, draft, prompts, tokens, device, runs, config)
     comparison.take_reference(reference)
     for setting in settings:
@@ -257,7 +264,8 @@ def complete(
 
 
 def demo_prompts() -> list[list[int]]:
-    """Return 32 prompts of a few to several hundred tokens, two of them longer than a prompt chunk."""
+    """Return 32 prompts of a few to several hundred tokens, two of them longer than a prompt
+    chunk."""
     tokenizer = Tokenizer.open(demo_folder())
     texts = [QUESTION.format(words.format(name)) for words in QUESTIONS for name in NAMES]
     texts += SNIPPETS + tuple(snippet * 2 for snippet in SNIPPETS[:2])
@@ -293,7 +301,8 @@ def run_self_draft(
     shape: Shape = QWEN3_8B,
     **config: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Compare on an 8B shape that drafts for itself: with equal weights no draft may be rejected."""
+    """Compare on an 8B shape that drafts for itself: with equal weights no draft may be
+    rejected."""
     with tempfile.TemporaryDirectory() as place:
         folder = write_folder(shape, Path(place))
         prompts = [random_prompt(40 + 20 * seed, shape.vocab, seed) for seed in range(16)]

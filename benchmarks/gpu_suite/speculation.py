@@ -1,7 +1,7 @@
 """What imposed acceptance means, and how much of the possible gain a measured round keeps.
 
-Acceptance is imposed as other engines do it: every draft is accepted with one probability p, given that
-those before it were, so a round commits 1 + p + ... + p^k tokens on average.
+Acceptance is imposed as other engines do it: every draft is accepted with one probability p, given
+that those before it were, so a round commits 1 + p + ... + p^k tokens on average.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 REFERENCE_K = 4
 REFERENCE_LENGTH = 3.08
-"""Acceptance length that an EAGLE-3 head reached at k = 4 on an 8B model in published measurements."""
+"""Acceptance length that an EAGLE-3 head reached at k = 4 on an 8B model in published
+measurements."""
 
 
 def mean_length(rate: float, k: int) -> float:
@@ -59,7 +60,10 @@ def gain(
     plain_floor: float,
     round_floor: float,
 ) -> Gain:
-    """Judge a round that commits `length` tokens a slot; floors are seconds that reading the bytes takes."""
+    """Judge a round that commits `length` tokens a slot.
+
+    Floors are seconds that reading the bytes takes.
+    """
     speedup = length * plain_seconds / round_seconds
     ideal_cost = round_floor / plain_floor
     return Gain(

@@ -1,7 +1,7 @@
 """Runs the probes, each in a process of its own, and writes the report after every one.
 
-Owns the time budget: a probe that fails, hangs or is killed leaves what it had found by then and a line
-that says so, and the others still run.
+Owns the time budget: a probe that fails, hangs or is killed leaves what it had found by then and a
+line that says so, and the others still run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from benchmarks.gpu_suite.report import (
 class Probe:
     """A function, as `load_function` takes it, and the seconds it may take.
 
-    It returns JSON values, or yields what it has so far again and again: the last is then the result,
-    also of a probe that is stopped. `usual`: whether it runs where no probe is named.
+    It returns JSON values, or yields what it has so far again and again: the last is then the
+    result, also of a probe that is stopped. `is_default`: True if it runs where no probe is named.
     """
 
     name: str
@@ -72,7 +72,8 @@ PROBES = (
 
 
 def load_function(reference: str) -> Callable[[], Answer | Iterator[Answer]]:
-    """Return the function named `module:name`, or `module:name:argument...` with arguments bound."""
+    """Return the function named `module:name`, or `module:name:argument...` with arguments
+    bound."""
     module, name, *arguments = reference.split(":")
     return partial(getattr(importlib.import_module(module), name), *arguments)
 
@@ -89,8 +90,8 @@ def rounded(value: Any) -> Any:
 def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
     """Run one probe in this process; the child's side.
 
-    Writes {"result", "whole"} after everything the probe yields, and does not ask for more once `seconds`
-    have passed; {"error"} beside the last result where it raises.
+    Writes {"result", "whole"} after everything the probe yields, and does not ask for more once
+    `seconds` have passed; {"error"} beside the last result where it raises.
     """
     began = time.monotonic()
     answer: Answer = {}
@@ -129,12 +130,14 @@ def environment() -> dict[str, str]:
 
 
 def run_probe(probe: Probe, seconds: float) -> Answer:
-    """Run one probe in a child process for at most `seconds`; never raises for what the probe does."""
+    """Run one probe in a child process for at most `seconds`; never raises for what the probe
+    does."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         result = Path(place) / "result.json"
         log = Path(place) / "log"
-        # The child stops between two cases, a little before it would be killed in the middle of one.
+        # The child stops between two cases, a little before it would be killed in the middle of
+        # one.
         command = child_command(probe.function, result, 0.9 * seconds - 3)
         with log.open("w", encoding="utf-8") as output:
             child = subprocess.Popen(
@@ -179,7 +182,8 @@ def run_probe(probe: Probe, seconds: float) -> Answer:
 
 
 def seconds_of(probes: Sequence[Probe], index: int, left: float, share: bool) -> float:
-    """Return a probe's time limit of the seconds left; with `share` all that later ones do not need."""
+    """Return a probe's time limit of the seconds left; with `share` all that later ones do not
+    need."""
     default_seconds = probes[index].seconds
     later = sum(probe.seconds for probe in probes[index + 1 :])
     return min(left, max(default_seconds, left - later) if share else default_seconds)

@@ -18,8 +18,8 @@ def run_together(
 ) -> Iterator[tuple[str, int]]:
     """Run commands, `max_running` at a time; yield each one's name and exit status as it ends.
 
-    They are in this process's group, so that killing it kills them all. What still runs when the iterator is
-    closed is killed, too.
+    They are in this process's group, so that killing it kills them all. What still runs when the
+    iterator is closed is killed, too.
     """
     return (ended for ended in watch_together(commands, max_running) if ended is not None)
 
@@ -27,7 +27,8 @@ def run_together(
 def watch_together(
     commands: Mapping[str, Sequence[str]], max_running: int = 64
 ) -> Generator[tuple[str, int] | None, None, None]:
-    """Run as `run_together` does, and yield None after every PAUSE, so that the caller can look at logs."""
+    """Run as `run_together` does, and yield None after every PAUSE, so that the caller can look at
+    logs."""
     two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
     waiting = list(commands.items())
     running: dict[str, subprocess.Popen[bytes]] = {}

@@ -1,7 +1,9 @@
-"""Probe: fill the compilers' caches on disk from many processes at once, so that later probes only measure.
+"""Probe: fill the compilers' caches on disk from many processes at once, so that later probes only
+measure.
 
-Every process runs what some probe will run, once and small: the same matrices in fewer layers compile
-the same kernels. It reports how long each took and what failed; its figures mean nothing else.
+Every process runs what some probe will run, once and small: the same matrices in fewer layers
+compile the same kernels. It reports how long each took and what failed; its figures mean nothing
+else.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class Capabilities(NamedTuple):
     reads_no_lengths: bool = False
     """True if all launches are independent of the slots' lengths, which the host need not know."""
     folds_norms: bool = False
-    """True if a product applies the norm before it by sums of squares, with its scales folded into W."""
+    """True if a product applies the norm before it by sums of squares, with its scales folded into
+    W."""
     float32_rotary: bool = False
     """True if cosines and sines are float32, because a rotated head is rounded once."""
     gathers_rotary: bool = False

@@ -1,4 +1,5 @@
-"""The contracts of all kernels: what each operation computes, its shapes, units and writes in place.
+"""The contracts of all kernels: what each operation computes, its shapes, units and writes in
+place.
 
 Three sets of kernels implement them: plain torch (`torch_form`), Triton (`triton_form`) and C
 (`native.library`). Sizes: T rows of a pass, S slots, R = k + 1 rows of a verification window,
@@ -54,8 +55,8 @@ class Kernels(Protocol):
         """Return the C kernels, the only ones that multiply packed weights, or None."""
         ...
 
-    # Rows of the residual stream. The stream x [T, H] travels with `squares` float32 [T, P]: parts of the
-    # sum of each row's squares, however many. Source of the norms: Zhang & Sennrich 2019.
+    # Rows of the residual stream. The stream x [T, H] travels with `squares` float32 [T, P]: parts
+    # of the sum of each row's squares, however many. Source of the norms: Zhang & Sennrich 2019.
 
     def embed(
         self, token_ids: Tensor, table: Tensor, scale: float | None = None
@@ -115,7 +116,8 @@ class Kernels(Protocol):
         norm: Norm,
         act: Activation = SILU,
     ) -> Tensor:
-        """Return the gated activation of a normed `linear` by weight [2 * I, K]: [T, I], rounded once.
+        """Return the gated activation of a normed `linear` by weight [2 * I, K]: [T, I], rounded
+        once.
 
         The first I rows of the weight are gates.
         """
@@ -130,15 +132,16 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Draw a draft token for every row of x [T, K]: (token int64 [T], finite bool [T]).
 
-        Rows are windows of T / S rows of S slots. A draw is the argmax of logit / temperature + Gumbel
-        noise, keyed by seed and position like the target's draw; the argmax of logits at temperature 0.
-        Ties go to the lowest id. Only ids below `usable_vocab` are drawn. ids int64 [V], ascending: row v
-        of the weight stands for token ids[v]. finite: the token's logit is a finite number and no logit
-        of the row is NaN.
+        Rows are windows of T / S rows of S slots. A draw is the argmax of logit / temperature +
+        Gumbel noise, keyed by seed and position like the target's draw; the argmax of logits at
+        temperature 0. Ties go to the lowest id. Only ids below `usable_vocab` are drawn. ids int64
+        [V], ascending: row v of the weight stands for token ids[v]. finite: the token's logit is a
+        finite number and no logit of the row is NaN.
         """
         ...
 
-    # Inputs of a head that drafts (MTP, EAGLE-3): pairs of a token and the state one position before.
+    # Inputs of a head that drafts (MTP, EAGLE-3): pairs of a token and the state one position
+    # before.
 
     def head_input(
         self,
@@ -150,8 +153,8 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the norms of each row's embedding and previous state, concatenated: [T, 2 * H].
 
-        token_ids int64 [T] in table [V, H]; states come from the rings of `batch`. The second result
-        is the state itself [T, H] with keeps_state, else None.
+        token_ids int64 [T] in table [V, H]; states come from the rings of `batch`. The second
+        result is the state itself [T, H] with keeps_state, else None.
         """
         ...
 
@@ -160,8 +163,9 @@ class Kernels(Protocol):
     ) -> None:
         """Write valid rows of hidden [S, W, H] into rings [S, depth + 1, H], in place.
 
-        Valid positions of a slot lie less than depth apart. The row at the last position of a page is
-        written to page_states [P, H]. Rows that are not valid may write a ring's last entry and page 0.
+        Valid positions of a slot lie less than depth apart. The row at the last position of a page
+        is written to page_states [P, H]. Rows that are not valid may write a ring's last entry and
+        page 0.
         """
         ...
 
@@ -178,9 +182,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Rotate a fused projection, write keys and values to the pools, return queries [T, H, D].
 
-        qkv [T, (H + 2K) * D], D even: queries, keys, values. qk_weight [H + K, D]: scales of a norm of
-        every head before the rotation. Pools are written in place; values that are not finite are
-        replaced (`replace_non_finite`), so that a faulty slot cannot affect another one.
+        qkv [T, (H + 2K) * D], D even: queries, keys, values. qk_weight [H + K, D]: scales of a norm
+        of every head before the rotation. Pools are written in place; values that are not finite
+        are replaced (`replace_non_finite`), so that a faulty slot cannot affect another one.
         """
         ...
 
@@ -198,9 +202,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attend query [S, Q, H, D] to each slot's pages: [S, Q, H, D].
 
-        pools [pages, page, K, D], H a multiple of K. The plan comes from this set's `plan_attention`.
-        A row attends to the positions up to its own that `causal_bias` does not mask; a slot without
-        valid rows gives zeros. Q may be smaller than planned.
+        pools [pages, page, K, D], H a multiple of K. The plan comes from this set's
+        `plan_attention`. A row attends to the positions up to its own that `causal_bias` does not
+        mask; a slot without valid rows gives zeros. Q may be smaller than planned.
         """
         ...
 
@@ -215,8 +219,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Norm and rotate latent [T, L + R] into the pages; return query [T, H, R] rotated.
 
-        norm [L]: scales of the latent part's norm. pages [P, page, L + R] are written in place, as in
-        `rotary_store`. Of rows that share a cache slot any one is stored.
+        norm [L]: scales of the latent part's norm. pages [P, page, L + R] are written in place, as
+        in `rotary_store`. Of rows that share a cache slot any one is stored.
         """
         ...
 
@@ -243,14 +247,15 @@ class Kernels(Protocol):
     def route(
         self, parts: Tensor, correction: Tensor | None, rule: RoutingRule
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts of each row by parts float32 [T, P, E]: (ids int64, weights float32) [T, k].
+        """Choose experts of each row by parts float32 [T, P, E]: (ids int64, weights float32) [T,
+        k].
 
-        AttentionParams are the sigmoid or the softmax of the sum of the parts. Experts are chosen by score +
-        correction [E], best first, ties to the lowest id, from the `top_groups` groups of neighbours
-        whose `experts_per_group_score` best experts have the largest sum. Weights are scores without
-        correction, divided by their sum plus `weight_epsilon` if `normalised`, times `scale`. NaN counts
-        as the largest value:
-        ids are distinct and in range. Source: DeepSeek-V2 (2405.04434), DeepSeek-V3 (2412.19437).
+        AttentionParams are the sigmoid or the softmax of the sum of the parts. Experts are chosen
+        by score + correction [E], best first, ties to the lowest id, from the `top_groups` groups
+        of neighbours whose `experts_per_group_score` best experts have the largest sum. Weights are
+        scores without correction, divided by their sum plus `weight_epsilon` if `normalised`, times
+        `scale`. NaN counts as the largest value: ids are distinct and in range. Source: DeepSeek-V2
+        (2405.04434), DeepSeek-V3 (2412.19437).
         """
         ...
 
@@ -266,9 +271,9 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weighted sum of the experts' results of x [T, K]: [T, K], and None.
 
-        ids int64 [T, k] in [0, E), weights float32 [T, k]. With stream [T, K] the sum is added to it
-        before it is rounded, and the second result is its squares where this set of kernels carries
-        them. The C kernels need a stream. chunk: as in `linear`.
+        ids int64 [T, k] in [0, E), weights float32 [T, k]. With stream [T, K] the sum is added to
+        it before it is rounded, and the second result is its squares where this set of kernels
+        carries them. The C kernels need a stream. chunk: as in `linear`.
         """
         ...
 
@@ -286,22 +291,24 @@ class Kernels(Protocol):
         """Return the causal convolution of each channel, float32 [T, C], through silu if `silu`.
 
         x [T, C], rows with any stride; weight float32 [K, C]: weight[j] times the input K - 1 - j
-        positions before; bias float32 [C]. ring [S, D, C] in x's dtype, D >= K - 1 + the rows of two
-        windows: earlier inputs are read from it and this pass's last D are written, in place. Inputs
-        before position 0 are 0. Rows outside every segment give zeros.
+        positions before; bias float32 [C]. ring [S, D, C] in x's dtype, D >= K - 1 + the rows of
+        two windows: earlier inputs are read from it and this pass's last D are written, in place.
+        Inputs before position 0 are 0. Rows outside every segment give zeros.
         """
         ...
 
     def delta_rule(
         self, mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
-        """Return each row's query of its slot's state, float32 [T, H, dv]; memory is written in place.
+        """Return each row's query of its slot's state, float32 [T, H, dv]; memory is written in
+        place.
 
-        mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values; value head h has key head
-        h // (H / Hk). raw_gates, rows with any stride: [T, 2 * H], corrections before the sigmoid and
-        then steps. Where the rule corrects nothing (Mamba-2), raw_gates [T, H] are steps, values are
-        multiplied by softplus(step + bias) and keys are not normed. Rows outside every segment give zeros.
-        Source: Yang et al. 2024 (2412.06464), as Qwen3-Next applies it; Dao and Gu 2024 (2405.21060).
+        mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values; value head h has key head h
+        // (H / Hk). raw_gates, rows with any stride: [T, 2 * H], corrections before the sigmoid and
+        then steps. Where the rule corrects nothing (Mamba-2), raw_gates [T, H] are steps, values
+        are multiplied by softplus(step + bias) and keys are not normed. Rows outside every segment
+        give zeros. Source: Yang et al. 2024 (2412.06464), as Qwen3-Next applies it; Dao and Gu 2024
+        (2405.21060).
         """
         ...
 
@@ -310,8 +317,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return `delta_rule` up to rounding, for runs of a prompt that are never rolled back.
 
-        Runs begin at the position of the slot's state. States are written as of the runs' ends; rings
-        are neither read nor written. Source: Yang et al. 2024 (2406.06484).
+        Runs begin at the position of the slot's state. States are written as of the runs' ends;
+        rings are neither read nor written. Source: Yang et al. 2024 (2406.06484).
         """
         ...
 
@@ -337,17 +344,17 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Draw the token of every row: (sampled int64 [S, R], finite bool [S, R]).
 
-        logits float32 [S, R, V]; draft int64 [S, k]; positions int64 [S, R]: absolute positions of the
-        drawn tokens; stream: of the noise. Row r is processed as if the r drafts before it were accepted.
-        finite: the drawn token's processed logit is finite and none of the row is NaN.
+        logits float32 [S, R, V]; draft int64 [S, k]; positions int64 [S, R]: absolute positions of
+        the drawn tokens; stream: of the noise. Row r is processed as if the r drafts before it were
+        accepted. finite: the drawn token's processed logit is finite and none of the row is NaN.
         """
         ...
 
     def row_distributions(self, logits: Tensor, draft: Tensor, tensors: SamplingTensors) -> Tensor:
         """Return the distribution that `sample_rows` draws from: [S, R, V] in the logits' dtype.
 
-        At temperature 0 the likeliest token has probability 1, ties to the lowest id. A row with a NaN,
-        or whose likeliest token is not finite, is NaN throughout.
+        At temperature 0 the likeliest token has probability 1, ties to the lowest id. A row with a
+        NaN, or whose likeliest token is not finite, is NaN throughout.
         """
         ...
 
@@ -364,12 +371,12 @@ class Kernels(Protocol):
         """Accept drafts by rejection sampling: (tokens int64 [S, R], accepted int64 [S]).
 
         Each draft is accepted with probability min(1, p / q), or `by_block` the longest prefix that
-        passes. target [S, R, V]: the target's processed distributions; draft_probs [S, k, V]: exactly
-        those that the drafts were drawn from with STREAM_DRAFT, or None where the draft model is
-        deterministic. num_drafts int64 [S]: valid drafts of each slot; positions int64 [S, R]: of the
-        tokens decided. tokens holds the accepted drafts, the recovered or bonus token, and NO_TOKEN
-        beyond. A draft of target probability 0 is never accepted. Source: Leviathan et al. 2023; Chen et
-        al. 2023; Sun et al. 2024.
+        passes. target [S, R, V]: the target's processed distributions; draft_probs [S, k, V]:
+        exactly those that the drafts were drawn from with STREAM_DRAFT, or None where the draft
+        model is deterministic. num_drafts int64 [S]: valid drafts of each slot; positions int64 [S,
+        R]: of the tokens decided. tokens holds the accepted drafts, the recovered or bonus token,
+        and NO_TOKEN beyond. A draft of target probability 0 is never accepted. Source: Leviathan et
+        al. 2023; Chen et al. 2023; Sun et al. 2024.
         """
         ...
 
@@ -380,8 +387,9 @@ class Kernels(Protocol):
     ) -> RoundWindow:
         """Return every slot's verification window: the token at length - 1, then k drafts.
 
-        Drafts end at the first id outside [0, usable_vocab), where the next token would pass length_limit,
-        and after draft_cap of them. The start time of the round is written to `times`, in place.
+        Drafts end at the first id outside [0, usable_vocab), where the next token would pass
+        length_limit, and after draft_cap of them. The start time of the round is written to
+        `times`, in place.
         """
         ...
 
@@ -396,8 +404,8 @@ class Kernels(Protocol):
     ) -> Rows:
         """Return the last `width` committed tokens of every slot, then `ahead` drafts.
 
-        Rows before the text, before the positions first int64 [S], from draft_limit on, or of slots that
-        chosen bool [S] leaves out are not valid. Positions are cut to [0, limit).
+        Rows before the text, before the positions first int64 [S], from draft_limit on, or of slots
+        that chosen bool [S] leaves out are not valid. Positions are cut to [0, limit).
         """
         ...
 
@@ -407,16 +415,16 @@ class Kernels(Protocol):
         """Write one drafted token into draft[:, step] and return the row that draws the next one.
 
         sampled int64 [S, 1] is the row's token, at position length + step; the result may share its
-        memory. After the last of k steps num_drafts [S] is written, in place: the number of drafts whose
-        predecessor lies below draft_limit, 0 in inactive slots.
+        memory. After the last of k steps num_drafts [S] is written, in place: the number of drafts
+        whose predecessor lies below draft_limit, 0 in inactive slots.
         """
         ...
 
     def mark_time(self, times: Tensor, counter: Tensor, column: int, advance: bool) -> None:
         """Write the time in nanoseconds to times[counter % depth, column], in place.
 
-        times int64 [depth, NUM_TIMES] contiguous; counter int64 [1] is incremented if advance. On a GPU
-        only the Triton form writes the device's time.
+        times int64 [depth, NUM_TIMES] contiguous; counter int64 [1] is incremented if advance. On a
+        GPU only the Triton form writes the device's time.
         """
         ...
 
@@ -431,10 +439,11 @@ class Kernels(Protocol):
     ) -> None:
         """Append accepted + 1 samples, fewer at a stop id or a non-finite row, and emit them.
 
-        sampled int64 and finite bool [S, k + 1]. Written in place: tokens from column length on, length,
-        active, generated int32 [S, V] (one more for each committed token), the commit's time, and the
-        ring's row counter % depth, at least emission_width(k) wide; see `read_emission`. accepted int64
-        [S], 0 to k, comes from `verify_drafts`; without it leading drafts that equal samples are accepted.
+        sampled int64 and finite bool [S, k + 1]. Written in place: tokens from column length on,
+        length, active, generated int32 [S, V] (one more for each committed token), the commit's
+        time, and the ring's row counter % depth, at least emission_width(k) wide; see
+        `read_emission`. accepted int64 [S], 0 to k, comes from `verify_drafts`; without it leading
+        drafts that equal samples are accepted.
         """
         ...
 
@@ -447,13 +456,15 @@ class Kernels(Protocol):
         bound: int,
         keep_drafts: bool = False,
     ) -> None:
-        """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of equals.
+        """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of
+        equals.
 
-        Where fewer than k tokens followed it, they are repeated periodically. Matches are
-        ngram_min >= 1 to ngram_max tokens long. Written in place: draft[:, :k]; num_drafts, k or 0; match,
-        the match's length. Inactive slots get 0 drafts and keep their match. bound >= every active slot's
-        length; only the torch form reads it. keep_drafts: `draft` already holds drafts, which stay in
-        inactive slots and where nothing matches. Source: Saxena 2023 (prompt lookup decoding).
+        Where fewer than k tokens followed it, they are repeated periodically. Matches are ngram_min
+        >= 1 to ngram_max tokens long. Written in place: draft[:, :k]; num_drafts, k or 0; match,
+        the match's length. Inactive slots get 0 drafts and keep their match. bound >= every active
+        slot's length; only the torch form reads it. keep_drafts: `draft` already holds drafts,
+        which stay in inactive slots and where nothing matches. Source: Saxena 2023 (prompt lookup
+        decoding).
         """
         ...
 

@@ -15,7 +15,10 @@ from triton.language.extra import cuda
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait until the previous kernel has ended; before, none of its outputs may be read or written."""
+    """Wait until the previous kernel has ended.
+
+    Before, none of its outputs may be read or written.
+    """
     if PDL:
         cuda.gdc_wait()
 

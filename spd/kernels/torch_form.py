@@ -1,4 +1,5 @@
-"""Every operation in plain torch: the reference that the other sets of kernels are tested against."""
+"""Every operation in plain torch: the reference that the other sets of kernels are tested
+against."""
 
 from __future__ import annotations
 

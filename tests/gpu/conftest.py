@@ -1,4 +1,5 @@
-"""Tests for a CUDA device: `pytest -m gpu tests/kernels tests/gpu`. Elsewhere all of them are skipped."""
+"""Tests for a CUDA device: `pytest -m gpu tests/kernels tests/gpu`. Elsewhere all of them are
+skipped."""
 
 from __future__ import annotations
 

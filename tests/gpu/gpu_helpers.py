@@ -1,4 +1,5 @@
-"""What the GPU lane shares: engines on the device, requests of every kind, what runs must agree on."""
+"""What the GPU lane shares: engines on the device, requests of every kind, what runs must agree
+on."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def gpu_engine(model: Path, **options: Any) -> Iterator[Engine]:
 
 
 def demo_prompts() -> list[tuple[int, ...]]:
-    """Return beginnings of this file, of lengths around a tail, an attention block and a prompt chunk."""
+    """Return beginnings of this file, of lengths around a tail, an attention block and a prompt
+    chunk."""
     ids = tuple(Tokenizer.open(demo_folder()).encode(TEXT))
     assert len(ids) > 700
     return [
@@ -47,7 +49,10 @@ def demo_prompts() -> list[tuple[int, ...]]:
 
 
 def every_kind(prompts: Sequence[tuple[int, ...]], stop: int, max_tokens: int = 20) -> Work:
-    """Return a request of each kind over the prompts in turn; `stop` is a token that texts likely reach."""
+    """Return a request of each kind over the prompts in turn.
+
+    `stop` is a token that texts likely reach.
+    """
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.8},
@@ -103,7 +108,10 @@ def likely_stop(model: Path, prompt: tuple[int, ...], **options: Any) -> int:
 
 
 def method_options(method: str, k: int, draft: Path | None = None) -> dict[str, Any]:
-    """Return engine options of a method with k drafts; the demo's own draft model unless another is given."""
+    """Return engine options of a method with k drafts.
+
+    The demo's own draft model unless another is given.
+    """
     models = {"draft": draft or demo_draft_folder(), "eagle3": demo_eagle3_folder()}
     options = {
         "spec": method,

@@ -1,4 +1,5 @@
-"""Rounds captured before the first request: it captures nothing, and its text is that of eager rounds."""
+"""Rounds captured before the first request: it captures nothing, and its text is that of eager
+rounds."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 @pytest.mark.parametrize("params", [GREEDY, PENALTIES], ids=["greedy", "penalties"])
 @pytest.mark.parametrize("method", ["off", "ngram", "draft"])
 def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> None:
-    """Four at once, then one alone; tables that only some requests need are there when it is captured."""
+    """Four at once, then one alone; tables that only some requests need are there when it is
+    captured."""
     options = {"dtype": "bfloat16", "slots": 4, "lag": 1, **method_options(method, 3)}
     work = [(prompt, params) for prompt in demo_prompts()[:4]]
     with gpu_engine(demo_folder(), graphs=False, **options) as engine:
@@ -41,7 +43,8 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
 
 
 def test_what_adaptive_lengths_try_first_is_captured() -> None:
-    """Of a request alone, with the target as drafter: its rounds are over before any time is judged."""
+    """Of a request alone, with the target as drafter: its rounds are over before any time is
+    judged."""
     options = {**method_options("draft", 3, demo_folder()), "adaptive": True}
     with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **options) as engine:
         captured = engine.round_queue.captured

@@ -1,4 +1,5 @@
-"""Recurrent layers on the device: rows however passes cut them, chunks of prompts, a tiny hybrid's texts."""
+"""Recurrent layers on the device: rows however passes cut them, chunks of prompts, a tiny hybrid's
+texts."""
 
 from __future__ import annotations
 

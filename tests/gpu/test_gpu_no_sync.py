@@ -1,4 +1,7 @@
-"""Between two rounds the host waits for nothing but a copy made long ago; values in flight are left alone."""
+"""Between two rounds the host waits for nothing but a copy made long ago.
+
+Values in flight are left alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from tests.helpers import collect_outputs, replace_transfers
 WARM = 12
 WATCHED = 80
 START = 440
-"""Tokens of a prompt that takes its second block of 512 positions while watched, whatever is accepted."""
+"""Tokens of a prompt that takes its second block of 512 positions while watched, whatever is
+accepted."""
 
 
 KINDS: list[dict[str, Any]] = [

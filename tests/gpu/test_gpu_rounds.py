@@ -1,4 +1,5 @@
-"""Captured and eager, 0 to 2 rounds behind, alone and in a batch: one text, and one story of acceptance.
+"""Captured and eager, 0 to 2 rounds behind, alone and in a batch: one text, and one story of
+acceptance.
 
 Of the demo, DeepSeek-V3-shaped with an MTP layer, in every form of weights, and of a tiny hybrid.
 """

@@ -1,8 +1,10 @@
-"""Compile kernels ahead of time for one architecture; started by tests in a process without the interpreter.
+"""Compile kernels ahead of time for one architecture; started by tests in a process without the
+interpreter.
 
-Usage: compile_ahead.py ARCH WITHOUT MODULE...  A module's `launches` says what to launch; cases in whose
-name the pattern WITHOUT is found are left out. Prints one JSON line a program: name, registers, local and
-shared bytes, and which instructions its PTX holds. Needs no GPU, for Triton brings the assembler.
+Usage: compile_ahead.py ARCH WITHOUT MODULE...  A module's `launches` says what to launch; cases in
+whose name the pattern WITHOUT is found are left out. Prints one JSON line a program: name,
+registers, local and shared bytes, and which instructions its PTX holds. Needs no GPU, for Triton
+brings the assembler.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def pretend(arch: int) -> None:
 def compiled(
     launches: dict[str, Callable[[], Any]], without: str
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield every program that the cases launch, once, with its kernel and a name after kernel and case."""
+    """Yield every program that the cases launch, once, with its kernel and a name after kernel and
+    case."""
     programs: list[tuple[Any, Any]] = []
     run = triton.JITFunction.run
 
@@ -104,7 +107,8 @@ def main() -> None:
                 "mma": "mma.sync" in ptx,
                 "tcgen05": "tcgen05.mma" in ptx,
                 "async_copies": "cp.async" in ptx,
-                # How many instructions fetch ahead, and where the first one stands: before the wait, or not.
+                # How many instructions fetch ahead, and where the first one stands: before the
+                # wait, or not.
                 "prefetches": ptx.count("prefetch.global.L2"),
                 "prefetched_first": 0
                 <= ptx.find("prefetch.global.L2")

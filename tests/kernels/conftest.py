@@ -39,7 +39,8 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 @pytest.fixture(scope="session")
 def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
-    """Return a loader of the C kernels by instructions and dtype, as `HERE` names them, cached by source."""
+    """Return a loader of the C kernels by instructions and dtype, as `HERE` names them, cached by
+    source."""
 
     @functools.cache
     def load(name: str) -> NativeKernels:

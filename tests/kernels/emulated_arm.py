@@ -1,10 +1,12 @@
-"""Tests of the C kernels on emulated 64-bit ARM: `python -m tests.kernels.emulated_arm ROOT TESTS ...`.
+"""Tests of the C kernels on emulated 64-bit ARM: `python -m tests.kernels.emulated_arm ROOT TESTS
+...`.
 
-Debian's qemu-user and gcc-aarch64-linux-gnu are needed. ROOT has a Python for ARM, unpacked from Debian's
-packages (`apt-get download python3.11:arm64 ...`, `dpkg -x`: the interpreter, its library, libc6, zlib1g,
-libssl3, libffi8, libstdc++6, libgcc-s1, libgomp1, libexpat1, libbz2-1.0, liblzma5, libuuid1, libcrypt1), and
-`ROOT/site` what `pip install --target ROOT/site --platform manylinux_2_28_aarch64 --only-binary :all:` makes
-of torch, pytest and what spd depends on. An import of torch takes a minute, a test some seconds.
+Debian's qemu-user and gcc-aarch64-linux-gnu are needed. ROOT has a Python for ARM, unpacked from
+Debian's packages (`apt-get download python3.11:arm64 ...`, `dpkg -x`: the interpreter, its library,
+libc6, zlib1g, libssl3, libffi8, libstdc++6, libgcc-s1, libgomp1, libexpat1, libbz2-1.0, liblzma5,
+libuuid1, libcrypt1), and `ROOT/site` what `pip install --target ROOT/site --platform
+manylinux_2_28_aarch64 --only-binary :all:` makes of torch, pytest and what spd depends on. An
+import of torch takes a minute, a test some seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ COMPILER = """#!/bin/sh
 for word; do shift; [ "$word" = -march=native ] && word=-march=armv8-a; set -- "$@" "$word"; done
 exec aarch64-linux-gnu-gcc "$@"
 """
-"""The emulated program starts this machine's own compiler, which must compile for the other processor."""
+"""The emulated program starts this machine's own compiler, which must compile for the other
+processor."""
 
 MADVISE = "tests/kernels/test_kernels_native.py::test_large_weights_lie_in_large_pages"
 """Not run: the emulator ignores the request for large pages."""

@@ -42,7 +42,8 @@ PAGE = 64
 def parametrize_forms(
     rows: Sequence[tuple[Any, ...]], default_rows: Sequence[int], *forms: Any
 ) -> list[Any]:
-    """Return params (form, *row) of forms, or of all; the default lane has Triton's default_rows only.
+    """Return params (form, *row) of forms, or of all; the default lane has Triton's default_rows
+    only.
 
     The interpreter is hundreds of times slower than the others.
     """
@@ -90,9 +91,11 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def near(
     result: Tensor, expected: Tensor, plain: Tensor, slack: float = 4.0, size: float | None = None
 ) -> None:
-    """Assert an error of at most twice plain torch's in the same type, plus `slack` roundings of a size.
+    """Assert an error of at most twice plain torch's in the same type, plus `slack` roundings of a
+    size.
 
-    The size is 1 and that of the right ones where it is not given: plain torch may be luckily right.
+    The size is 1 and that of the right ones where it is not given: plain torch may be luckily
+    right.
     """
     assert (
         result.dtype == plain.dtype and result.shape == expected.shape and result.isfinite().all()
@@ -106,7 +109,8 @@ def near(
 
 
 def assert_rounded(result: Tensor, exact: Tensor, slack: float = 4.0, floor: float = 1e-4) -> None:
-    """Assert a result within `slack` roundings of the value, or of the sums' error where that is small."""
+    """Assert a result within `slack` roundings of the value, or of the sums' error where that is
+    small."""
     assert result.isfinite().all()
     rounding = torch.finfo(result.dtype).eps / 2
     floor = min(floor, 1e-5) if result.dtype == torch.float32 else floor
@@ -155,7 +159,8 @@ def form_of(request: pytest.FixtureRequest, name: str, stem: str) -> Any:
 
 
 def round_state(**tensors: Tensor) -> Any:
-    """Return a round's state, with zeros for tensors that the operation does not read, for C takes all."""
+    """Return a round's state, with zeros for tensors that the operation does not read, for C takes
+    all."""
     flat = torch.zeros(1, 1, dtype=torch.int64)
     ring = torch.zeros(tensors.get("times", flat).shape[0], 1, 1, dtype=torch.int64)
     return SimpleNamespace(**{**dict.fromkeys(ROUND_FIELDS, flat), "ring": ring, **tensors})

@@ -15,7 +15,8 @@ FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q6_K"
 
 
 def drawn_blocks(name: str, rows: int, columns: int) -> Tensor:
-    """Return random blocks uint8 [rows * blocks of a row, bytes of a block], whose floats are small."""
+    """Return random blocks uint8 [rows * blocks of a row, bytes of a block], whose floats are
+    small."""
     kind = BY_NAME[name]
     generator = torch.Generator().manual_seed(rows * columns + kind.number)
     count = rows * columns // kind.elements

@@ -1,6 +1,7 @@
 """Every Triton kernel as models launch it, for `compile_ahead`: operations on tensors without data.
 
-A case is named for the reader; what it launches is compiled as Triton would compile it on that device.
+A case is named for the reader; what it launches is compiled as Triton would compile it on that
+device.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def dense(
 
 
 def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> Launches:
-    """Return an 8B model's head: its logits, its draw, and the draw of a head with some ids only."""
+    """Return an 8B model's head: its logits, its draw, and the draw of a head with some ids
+    only."""
     x = of(dtype, rows, 4096)
     table = of(dtype, VOCAB, 4096)
     slots = of(I64, rows)
@@ -119,7 +121,8 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
 
 
 def products() -> Launches:
-    """Return products of an 8B and a 0.6B model, the 8B's also in eight bits, for 64 rows, and its head."""
+    """Return products of an 8B and a 0.6B model, the 8B's also in eight bits, for 64 rows, and its
+    head."""
     big = (4096, 6144, 4096, 12288)
     cases: Launches = {}
     for dtype in (BF16, F16):
@@ -201,7 +204,8 @@ def attention() -> Launches:
 
 
 def experts() -> Launches:
-    """Return layers of Qwen3-30B-A3B in bfloat16, of DeepSeek-V3 in FP8, and experts of other activations."""
+    """Return layers of Qwen3-30B-A3B in bfloat16, of DeepSeek-V3 in FP8, and experts of other
+    activations."""
 
     def layer(
         count: int,
@@ -245,7 +249,8 @@ def experts() -> Launches:
 
 
 def draws() -> Launches:
-    """Return sampling and verification over an 8B vocabulary, with all steps and with the fewest."""
+    """Return sampling and verification over an 8B vocabulary, with all steps and with the
+    fewest."""
     case = random_case(2, 3, 64, 0, "cpu")
     wide = {"bias": F32, "in_prompt": BOOL, "generated": torch.int32}
     other: dict[str, Any] = {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
@@ -328,7 +333,8 @@ def rounds() -> Launches:
 
 
 def recurrent() -> Launches:
-    """Return recurrent layers as in Qwen3.5 9B (32 value heads, 16 key heads of 128), and in odd sizes."""
+    """Return recurrent layers as in Qwen3.5 9B (32 value heads, 16 key heads of 128), and in odd
+    sizes."""
     cases: Launches = {}
     rows = Segments(of(I64, 5, 4), of(I64, 16))
 
@@ -356,7 +362,8 @@ def recurrent() -> Launches:
         OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
 
     def scan(dtype: torch.dtype) -> None:
-        """Launch the scan of Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128 wide."""
+        """Launch the scan of Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128
+        wide."""
         read(of(F32, 20, 2 * 128 + 48 * 64), of(dtype, 20, 48), (48, 1, 128, 64), False)
         OPS.gated_norm(of(F32, 20, 1, 3072), of(dtype, 20, 3072), of(F32, 1, 3072), 1e-6, True)
 

@@ -73,7 +73,8 @@ class Case:
 def random_case(
     slots: int, k: int, vocab: int, seed: int, device: str, coarse: bool = False
 ) -> Case:
-    """Return random logits, some -inf, on a grid with many ties if coarse, and parameters of every kind."""
+    """Return random logits, some -inf, on a grid with many ties if coarse, and parameters of every
+    kind."""
     g = torch.Generator().manual_seed(seed)
 
     def pick(*values: float) -> Tensor:
@@ -138,7 +139,8 @@ def slot_count(form: Form, interpreted_count: int) -> int:
 
 
 def assert_same_draws(form: Form, case: Case, steps: Steps) -> Tensor:
-    """Assert a form's tokens and flags equal the reference's, except where a last bit of noise decides."""
+    """Assert a form's tokens and flags equal the reference's, except where a last bit of noise
+    decides."""
     sampled, finite = form.ops.sample_rows(*case.arguments(steps))
     expected, expected_finite = sampling.sample_rows(*case.arguments(steps))
     assert sampled.dtype == torch.int64 and finite.dtype == torch.bool

@@ -1,4 +1,5 @@
-"""What the tests of the skinny products share: random operands, keys of draws, and how close is close."""
+"""What the tests of the skinny products share: random operands, keys of draws, and how close is
+close."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def drawn(
 def make_weight(
     n: int, k: int, device: str, kind: str = "int8", columns: bool = False
 ) -> TiledWeight:
-    """Return a random int8 weight whose rows' scales differ much, or one of any codes by "kind group"."""
+    """Return a random int8 weight whose rows' scales differ much, or one of any codes by "kind
+    group"."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
     if kind == "int8":
         weight = quantize_int8(
@@ -83,8 +85,8 @@ def exact(weight: AnyWeight) -> Tensor:
 class Operands:
     """Random operands of one shape, the residual stream's squares in `parts` uneven parts.
 
-    `weight` [N, K] is fed rows as they are, `fed` and `pair` [2 N, K] normed ones, which in eight bits bring
-    the norm's weight along.
+    `weight` [N, K] is fed rows as they are, `fed` and `pair` [2 N, K] normed ones, which in eight
+    bits bring the norm's weight along.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Attention over pages in every form: against float64, and every row's bits against the row alone."""
+"""Attention over pages in every form: against float64, and every row's bits against the row
+alone."""
 
 from __future__ import annotations
 
@@ -73,7 +74,10 @@ class Cache:
         first_key: int = 0,
         sinks: bool = False,
     ) -> Cache:
-        """Return the cache of a layer with a window, a cap or sinks; the plan is for plain layers, too."""
+        """Return the cache of a layer with a window, a cap or sinks.
+
+        The plan is for plain layers, too.
+        """
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
         low = torch.linspace(-3, 4, heads.num_heads, device=self.keys.device)
         return replace(self, heads=heads, softcap=softcap, sinks=low if sinks else None)
@@ -88,7 +92,8 @@ class Cache:
     ) -> tuple[list[Tensor], Tensor]:
         """Return pools and a table for windows on the given slots.
 
-        Pages that no slot has hold NaN; so does what lies beyond a window for Triton, which never reads it.
+        Pages that no slot has hold NaN; so does what lies beyond a window for Triton, which never
+        reads it.
         """
         dead = NAN if form.name == "triton" else 0.0
         capacity = -(-self.keys.shape[1] // self.page) + spare
@@ -198,7 +203,8 @@ def attend(
 def prefill(
     form: Form, cache: Cache, start: int, query: Tensor, end: int | None = None, **scattered: Any
 ) -> Tensor:
-    """Return rows [T, H, D] of a chunk of the first slot's prompt, whose positions up to `end` are stored."""
+    """Return rows [T, H, D] of a chunk of the first slot's prompt, whose positions up to `end` are
+    stored."""
     end = start + len(query) if end is None else end
     pools, table = cache.paged(form, [Window(0, end)], [0], **{"seed": 5, "spare": 2, **scattered})
     positions = torch.arange(start, start + len(query), device=query.device)[None]
@@ -258,7 +264,8 @@ def check_prompt(form: Form, cache: Cache, start: int, rows: int) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set chunks of 32 positions below 128 and of 64 from there, so that short contexts have every kind."""
+    """Set chunks of 32 positions below 128 and of 64 from there, so that short contexts have every
+    kind."""
     sizes = {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
     for name, value in {**sizes, "COMBINED_CHUNKS": (4, 4), "PLANNED_CHUNKS": 4}.items():
         monkeypatch.setattr(twin, name, value)
@@ -281,7 +288,8 @@ KINDS: list[dict[str, Any]] = [
     {"sinks": True},
     {"sliding": 17, "cap": 3.0, "sinks": True},
 ]
-"""Layers that slide, cap and have sinks, and models in whose caches the first positions hold nothing."""
+"""Layers that slide, cap and have sinks, and models in whose caches the first positions hold
+nothing."""
 
 
 # -- the definition ------------------------------------------------------------------------------------
@@ -322,7 +330,8 @@ def test_windows_by_their_definition(
     ids=str,
 )
 def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
-    """Windows that end in a tile, at its edge, chunks back, and before the first position; three tiles too.
+    """Windows that end in a tile, at its edge, chunks back, and before the first position; three
+    tiles too.
 
     Blocks that windows and prompts have left behind hold NaN.
     """
@@ -411,7 +420,8 @@ ALONE = [
     *parametrize_forms([(118, {}, (20,))], (0,), "triton", *COMPILED),
     *parametrize_forms([(68, {}, (33, 70))], (), *COMPILED),
 ]
-"""Windows of few rows, and of more rows than a tile, of which the first see fewer keys than the last."""
+"""Windows of few rows, and of more rows than a tile, of which the first see fewer keys than the
+last."""
 
 
 @pytest.mark.usefixtures("small")
@@ -468,7 +478,8 @@ def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[
 
 
 def test_one_key_takes_all_the_weight(form: Form) -> None:
-    """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing overflows."""
+    """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing
+    overflows."""
     cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
     query = torch.ones(1, 2, 1, 16, device=form.device, dtype=form.dtypes[0])
     for large, fill in ((400.0, None), (0.0, -400.0)):
@@ -484,7 +495,8 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
 
 @triton
 def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk that a row sees, up to the last valid one, once, large ones first; of no inactive slot."""
+    """Every chunk that a row sees, up to the last valid one, once, large ones first; of no inactive
+    slot."""
     monkeypatch.setattr(twin, "PLANNED_CHUNKS", 8)
     ends = [0, 1, 128, 129, 4096, 4097, 4608, 4609]
     counts = [0, 1, 1, 2, 32, 33, 33, 34]
@@ -539,7 +551,8 @@ def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
 def test_which_blocks_are_read_changes_no_bit(
     form: Form, sliding: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    """Against the definition; the same bits in fours, by any bound, from pages that follow each other or not.
+    """Against the definition; the same bits in fours, by any bound, from pages that follow each
+    other or not.
 
     Also where blocks that were left behind are read.
     """
@@ -576,7 +589,8 @@ def test_which_blocks_are_read_changes_no_bit(
 
 @torch_form
 def test_rows_that_do_not_count_are_finite_under_a_window(form: Form) -> None:
-    """Rows that are not valid may stand behind the pages that are read, where a window shows them nothing."""
+    """Rows that are not valid may stand behind the pages that are read, where a window shows them
+    nothing."""
     pool = torch.randn(10, 64, 1, 8)
     table = torch.arange(8)[None]
     valid = torch.tensor([[True, False]])

@@ -1,4 +1,5 @@
-"""Every kernel compiled ahead of time, without a GPU: none spills, and products use the matrix units."""
+"""Every kernel compiled ahead of time, without a GPU: none spills, and products use the matrix
+units."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ KNOWN_SPILLS = {
 def compile_all(
     arch: int, modules: list[str], cache: Path, without: str = NOTHING
 ) -> list[dict[str, Any]]:
-    """Return the assembler's counts of each kernel, compiled by a process without the interpreter."""
+    """Return the assembler's counts of each kernel, compiled by a process without the
+    interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     script = Path(__file__).with_name("compile_ahead.py")
@@ -84,14 +86,15 @@ def check(programs: list[dict[str, Any]], arch: int) -> None:
         ):
             # One that the compiler gave up holds a trap and nothing else.
             assert kernel["wgmma"] or kernel["mma"] or kernel["tcgen05"], kernel
-            # What each head multiplies by itself is a tile or two, which the older ones load at once; beside
-            # heads of 512 elements they have room for no second stage.
+            # What each head multiplies by itself is a tile or two, which the older ones load at
+            # once; beside heads of 512 elements they have room for no second stage.
             small = re.search("^head_linear|(chunk|attention)_wide", kernel["name"])
             assert kernel["async_copies"] or arch >= 100 or (small and arch < 90), kernel
 
 
 def test_kernels_compile_for_hopper(request: pytest.FixtureRequest) -> None:
-    """What has not changed since this was last run is not compiled again: Triton keeps it by its source."""
+    """What has not changed since this was last run is not compiled again: Triton keeps it by its
+    source."""
     programs = compile_all(90, MODULES, request.config.cache.mkdir("triton"), without=FEW)
     check(programs, 90)
     latent = [

@@ -46,7 +46,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decided(rule: str, *arguments: Tensor | None, share: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the kernels' decisions, checked against the reference except where a last bit decides."""
+    """Return the kernels' decisions, checked against the reference except where a last bit
+    decides."""
     target, laws, draft, num_drafts, seed, positions = arguments
     operands: Arguments = (target, laws, draft, num_drafts, seed, positions)
     result = draft_verify_triton.verify_drafts(*operands, rule == "block")
@@ -72,7 +73,8 @@ def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: s
 
 @rules
 def test_laws_at_their_edges(rule: str, device: str) -> None:
-    """The target's own; above it everywhere, which leaves no residual; of drafts that it could not draw."""
+    """The target's own; above it everywhere, which leaves no residual; of drafts that it could not
+    draw."""
     target, laws, draft, _, *noise = random_arguments(3, 2, 300, 8, False, device)
     assert laws is not None
     draft_probs = target[:, :2]

@@ -1,4 +1,5 @@
-"""Weights in codes: their numbers and layouts, and the C kernels' products where numbers are extreme."""
+"""Weights in codes: their numbers and layouts, and the C kernels' products where numbers are
+extreme."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def test_tiles_hold_the_same_numbers(case: tuple, monkeypatch: pytest.MonkeyPatc
 @needs_compiled
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_any_size(native: NativeKernels, kind: str) -> None:
-    """Far from 1, zero, with elements far above the others: as exact as float32; infinity is not lost."""
+    """Far from 1, zero, with elements far above the others: as exact as float32; infinity is not
+    lost."""
     weight = drawn(kind, 96, 128, 32, False)
     x = noise(6, 128)
     x[1] *= 2.0**-60

@@ -39,7 +39,8 @@ def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> None:
-    """Within the bound of float32 sums, with norms, residuals and gates; packed as large as was planned."""
+    """Within the bound of float32 sums, with norms, residuals and gates; packed as large as was
+    planned."""
     rows, columns = size
     weight = grouped(name, drawn_blocks(name, rows, columns), rows)
     packed = native.pack(weight)

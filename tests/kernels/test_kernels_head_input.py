@@ -1,4 +1,5 @@
-"""What an MTP module reads and keeps, in both forms: against float64, and written out with loops."""
+"""What an MTP module reads and keeps, in both forms: against float64, and written out with
+loops."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_pairs_equal_their_definition(
     masked: int,
     hidden_first: bool,
 ) -> None:
-    """A row alone, with a ring of its own slot's, has the same bits, though what others read is NaN."""
+    """A row alone, with a ring of its own slot's, has the same bits, though what others read is
+    NaN."""
     torch.manual_seed(slots)
     for depth, dtype in ((DEPTH, torch.float32), (1, torch.float32), (DEPTH, torch.float16)):
         table = torch.randn(VOCAB, size)

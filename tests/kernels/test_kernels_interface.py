@@ -1,4 +1,5 @@
-"""Each set of kernels keeps the contracts of `Kernels`: the type checker compares types, this the names."""
+"""Each set of kernels keeps the contracts of `Kernels`: the type checker compares types, this the
+names."""
 
 import importlib
 import inspect
@@ -31,7 +32,8 @@ def parameters(owner: type, operation: str) -> list[inspect.Parameter]:
 
 @pytest.mark.parametrize("path", SETS)
 def test_parameters_are_the_contracts(path: str) -> None:
-    """Names, order, kinds and defaults are those of the contract; further parameters have defaults."""
+    """Names, order, kinds and defaults are those of the contract; further parameters have
+    defaults."""
     if "triton" in path:
         pytest.importorskip("triton")
     module, _, name = path.rpartition(".")

@@ -1,4 +1,5 @@
-"""Routing and experts in every form: against loops over rows, ties, NaN, and rows that stay apart."""
+"""Routing and experts in every form: against loops over rows, ties, NaN, and rows that stay
+apart."""
 
 from __future__ import annotations
 
@@ -90,7 +91,10 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
 def test_routing(
     form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool
 ) -> None:
-    """The experts of a loop in their order, weights in float32; a row alone is the row among others."""
+    """The experts of a loop in their order, weights in float32.
+
+    A row alone is the row among others.
+    """
     routing = rule_of(rule)
     dtype = form.dtypes[-1]
     x = normal(rows, k, seed=rows).to(form.device, dtype)
@@ -111,7 +115,8 @@ def test_routing(
         if form.name != "torch":
             assert torch.equal(alone[0], logits[row])
         row_ids, share = form.ops.route(logits[row : row + 1], correction, routing)
-        # Torch's own sigmoid of a few numbers is not that of many, where vectors are as wide as AVX512's.
+        # Torch's own sigmoid of a few numbers is not that of many, where vectors are as wide as
+        # AVX512's.
         same = torch.allclose if form.name == "torch" else torch.equal
         assert torch.equal(row_ids[0], ids[row]) and same(share[0], weights[row])
 
@@ -204,7 +209,8 @@ def by_definition(
 
 
 def routed(rows: int, count: int, per_token: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return ids and weights: more rows than a tile choose the first expert, none the last of several."""
+    """Return ids and weights: more rows than a tile choose the first expert, none the last of
+    several."""
     ids = normal(rows, max(per_token, count - 1), seed=3).argsort(-1)[:, :per_token].to(device)
     ids[:, 0] = torch.where(ids[:, 1:].eq(0).any(-1), ids[:, 0], 0)
     return ids.contiguous(), normal(rows, per_token, seed=4).abs().to(device)
@@ -238,7 +244,10 @@ EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
 def test_experts(
     form: Form, kind: str, act: Activation, count: int, k: int, n: int, rows: int, per_token: int
 ) -> None:
-    """The weighed sum of what they make of their rows, onto the stream; a row's bits are its own."""
+    """The weighed sum of what they make of their rows, onto the stream.
+
+    A row's bits are its own.
+    """
     if form.native and (k % 8 or n % 8):
         pytest.skip("the C kernels take whole vectors")
     if form.name == "triton" and (rows * k > 4000 or count > 8):
@@ -306,9 +315,9 @@ def case(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, ...]:
 def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> None:
     """Each row among strangers, at every place of as many rows: the same bits.
 
-    Which numbers of rows agree with each other is the processor's affair, tried when a model is loaded.
-    A row of NaN stays alone; an expert that overflows spoils only its own rows: small experts are computed
-    for every row, and what is not chosen must not be seen.
+    Which numbers of rows agree with each other is the processor's affair, tried when a model is
+    loaded. A row of NaN stays alone; an expert that overflows spoils only its own rows: small
+    experts are computed for every row, and what is not chosen must not be seen.
     """
     gate_up = 0.2 * normal(6, 48, 40, seed=7).to(dtype)
     expert_weights = moe.ExpertWeights(gate_up, 0.2 * normal(6, 40, 24, seed=7).to(dtype))

@@ -1,4 +1,5 @@
-"""The C kernels' products against plain formulas and each other's rows, and how the library comes about."""
+"""The C kernels' products against plain formulas and each other's rows, and how the library comes
+about."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ BUILD = "spd.kernels.native.build"
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that fails or is missing, no such instructions, nowhere to compile, no library at all."""
+    """A compiler that fails or is missing, no such instructions, nowhere to compile, no library at
+    all."""
     broken = tmp_path / "gcc"
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such luck' >&2\nexit 1\n")
     broken.chmod(0o755)

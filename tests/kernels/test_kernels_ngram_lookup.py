@@ -31,7 +31,8 @@ Found = tuple[list[int], int, int]
     params=["torch", pytest.param("native", marks=needs_compiled), "short", "long", "whole"]
 )
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return every form; Triton's kernels with one program a slot, with several, and as they are."""
+    """Return every form; Triton's kernels with one program a slot, with several, and as they
+    are."""
     one_program = {"short": 1 << 30, "long": 8, "whole": None}
     name = "triton" if request.param in one_program else request.param
     module = form_of(request, name, "round.ngram_lookup")
@@ -56,7 +57,8 @@ def look_up(
     width: int = WIDTH,
     over: bool = False,
 ) -> list[Found]:
-    """Return a batch's drafts, in a state of one more slot; None is an inactive slot full of matches.
+    """Return a batch's drafts, in a state of one more slot; None is an inactive slot full of
+    matches.
 
     junk fills the rows after the texts; slack is how far the host's bound lies above the longest.
     """
@@ -93,7 +95,10 @@ def look_up(
 def expected(
     text: Sequence[int] | None, k: int, sizes: tuple[int, int], over: bool = False
 ) -> Found:
-    """Return drafts by a plain search; inactive slots keep their match, and drafts stay with `over`."""
+    """Return drafts by a plain search.
+
+    Inactive slots keep their match, and drafts stay with `over`.
+    """
     size = 0 if text is None else match_length(text, sizes[1])
     match = MATCH if text is None else size if size >= sizes[0] else 0
     if over and match <= 0:

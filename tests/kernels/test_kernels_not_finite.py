@@ -1,4 +1,5 @@
-"""A later draft's key or value that is not finite: who does not see it keeps its bits, who does is NaN."""
+"""A later draft's key or value that is not finite: who does not see it keeps its bits, who does is
+NaN."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ KINDS["latent"] = (None, None)
 
 
 def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor]:
-    """Return the last rows, as a window and as a prompt, with one stored key or value not finite."""
+    """Return the last rows, as a window and as a prompt, with one stored key or value not
+    finite."""
     ops = form.ops
     device = form.device
     dtype = form.dtypes[0]

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Noise: published vectors, counters and ends; Triton's are the same integers, and its draws are ordered."""
+"""Noise: published vectors, counters and ends.
+
+Triton's are the same integers, and its draws are ordered.
+"""
 
 from __future__ import annotations
 

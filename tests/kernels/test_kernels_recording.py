@@ -1,4 +1,5 @@
-"""Programs of C functions and torch's operations, recorded and run again, against the programs as written."""
+"""Programs of C functions and torch's operations, recorded and run again, against the programs as
+written."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def state(machine: Machine) -> list[Tensor]:
 
 
 def test_a_recording_does_what_the_program_does(library: NativeKernels, pool: Tensor) -> None:
-    """A product's room is no part of the pool: it grows while the first is recorded, and again behind it."""
+    """A product's room is no part of the pool: it grows while the first is recorded, and again
+    behind it."""
     library.scratch_storages[:] = [torch.UntypedStorage(0)]
     written = Machine(library)
     machine = Machine(library)

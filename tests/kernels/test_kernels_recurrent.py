@@ -1,7 +1,8 @@
-"""Recurrent layers' kernels: each form against its contract, and rows that do not depend on how passes cut.
+"""Recurrent layers' kernels: each form against its contract, and rows that do not depend on how
+passes cut.
 
-A text is walked twice: token by token, and in windows whose last rows are rejected and written again.
-Outputs, states and what the rings keep of committed tokens must be the same bits.
+A text is walked twice: token by token, and in windows whose last rows are rejected and written
+again. Outputs, states and what the rings keep of committed tokens must be the same bits.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Layer:
         return Segments(torch.tensor(runs, device=self.device).T.contiguous(), self.applied)
 
     def run(self, x: Tensor, *runs: tuple[int, int, int, int, int]) -> Tensor:
-        """Return the output [T, heads * size] of rows x [T, ...] in (slot, first, count, start, keep)."""
+        """Return the output [T, heads * size] of rows x [T, ...] in (slot, first, count, start,
+        keep)."""
         rows = self.rows(*runs)
         s = self.shape
         values = s.heads * s.size
@@ -117,7 +119,8 @@ ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def walked(layer: Layer, x: Tensor, slot: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs of rows run one by one, each committed at once, and the states after each."""
+    """Return the outputs of rows run one by one, each committed at once, and the states after
+    each."""
     outputs = []
     states = []
     for t in range(len(x)):
@@ -151,7 +154,10 @@ def check_windows(form: Form, dtype: torch.dtype, shape: Shape, length: int) -> 
 
 
 def check_passes(form: Form, dtype: torch.dtype, shape: Shape) -> None:
-    """Check one pass of a prompt, another slot's window, a run without rows; rows between them are zeros."""
+    """Check one pass of a prompt, another slot's window, a run without rows.
+
+    Rows between them are zeros.
+    """
     layer, single = (Layer(shape, form, dtype, 4, bias=True) for _ in range(2))
     first = layer.inputs(33, seed=1)
     second = layer.inputs(17, seed=2)
@@ -221,7 +227,8 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
 
 @ALL_SHAPES
 def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
-    """Against float64, of the same rounded inputs, in two passes of which the second applies rows again."""
+    """Against float64, of the same rounded inputs, in two passes of which the second applies rows
+    again."""
     if form.name == "triton" and form.device == "cpu" and shape.heads * shape.size > 100:
         pytest.skip("the interpreter is slow")
     allowed = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-8}
@@ -279,8 +286,8 @@ class Prompt:
 
     @classmethod
     def of(cls, shape: Shape, rows: int, form: Form, regime: str = "usual") -> Prompt:
-        """usual: as projections say; slow: next to no decay and keys much alike, so that a row's correction
-        rests on all before it; mixed: some rows forget nearly everything.
+        """usual: as projections say; slow: next to no decay and keys much alike, so that a row's
+        correction rests on all before it; mixed: some rows forget nearly everything.
         """
         layer = Layer(shape, form, torch.float32, 3)
         device = form.device
@@ -300,7 +307,8 @@ class Prompt:
         return cls(layer, mixed, gates)
 
     def run(self, operation: str, *cuts: int, slot: int = 1) -> tuple[Tensor, Tensor]:
-        """Return the results of rows from cut to cut, and the state after them, by several calls."""
+        """Return the results of rows from cut to cut, and the state after them, by several
+        calls."""
         results = []
         layer = self.layer
         layer.applied[slot] = 0
@@ -332,7 +340,10 @@ def test_chunks_are_the_recurrence_up_to_rounding(shape: Shape, regime: str, for
 @FORMS
 @pytest.mark.parametrize("shape", CHUNKED[1:], ids=str)
 def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -> None:
-    """Nor what stands beside them; a run without rows changes nothing, and rows of no run are zeros."""
+    """Nor what stands beside them.
+
+    A run without rows changes nothing, and rows of no run are zeros.
+    """
     prompt = Prompt.of(shape, 3 * CHUNK - 5, form)
     expected, state = prompt.run("delta_chunks")
     for cuts in ((CHUNK,), (2 * CHUNK,), (CHUNK, 2 * CHUNK)):

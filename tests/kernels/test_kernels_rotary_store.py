@@ -28,7 +28,8 @@ class Inputs:
     """Arguments of one call, on pools that hold sevens."""
 
     wide: Tensor
-    """Of keys and values: qkv [T, (H + 2 K) * D]. Of latents: queries that stand apart, then what is kept."""
+    """Of keys and values: qkv [T, (H + 2 K) * D]. Of latents: queries that stand apart, then what
+    is kept."""
     turning: RotatedRows
     weight: Tensor | None
     heads: int
@@ -48,7 +49,8 @@ class Inputs:
         return replace(self, wide=self.wide[rows], turning=turning)
 
     def run(self, form: Form | None) -> list[Tensor]:
-        """Return the query and the pools' entries [slots, numbers]; by definition if form is None."""
+        """Return the query and the pools' entries [slots, numbers]; by definition if form is
+        None."""
         width = self.size + self.rank if self.rank else self.size
         shape = (PAGES, PAGE, width) if self.rank else (PAGES, PAGE, self.kv_heads, self.size)
         pools = [self.wide.new_full(shape, UNTOUCHED) for _ in range(1 if self.rank else 2)]
@@ -122,7 +124,8 @@ def make(
 
 
 CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
-    # rows, heads of queries and of keys, size that is rotated, whether heads are normed, rank of latents
+    # rows, heads of queries and of keys, size that is rotated, whether heads are normed, rank of
+    # latents
     (1, (4, 2), 16, True, None),
     (5, (3, 1), 80, True, None),
     (3, (7, 7), 96, False, None),
@@ -144,7 +147,8 @@ CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
 def test_against_its_definition(
     form: Form, rows: int, heads: tuple[int, int], size: int, normed: bool, rank: int | None
 ) -> None:
-    """Values are copied, and nothing but the rows' own places is written; of a row alone, the same bits."""
+    """Values are copied, and nothing but the rows' own places is written; of a row alone, the same
+    bits."""
     if form.native and (size % 8 or (rank or 0) % 8):
         pytest.skip("heads of the C kernels are multiples of 8")
     torch_form = Form("torch", load_kernels("torch"), form.device, form.dtypes)

@@ -1,4 +1,5 @@
-"""The commit against a plain walk over each slot: every tensor it may write, and every row it may not."""
+"""The commit against a plain walk over each slot: every tensor it may write, and every row it may
+not."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ State = dict[str, torch.Tensor]
 
 
 def make_state(seed: int, slots: int, k: int, device: str, stops: int = 5) -> State:
-    """Return state tensors of SPARE more slots than are run; with few tokens, so that drafts match."""
+    """Return state tensors of SPARE more slots than are run; with few tokens, so that drafts
+    match."""
     rng = random.Random(seed)
     rows = slots + SPARE
     max_k = k + 2

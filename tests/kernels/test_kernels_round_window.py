@@ -1,4 +1,7 @@
-"""Windows of rounds and of draft models against a plain walk over each slot; and when the clock is marked."""
+"""Windows of rounds and of draft models against a plain walk over each slot.
+
+And when the clock is marked.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Both sampling kernels, Triton's and C's, draw the reference's tokens and laws, and look at no other row."""
+"""Both sampling kernels, Triton's and C's, draw the reference's tokens and laws, and look at no
+other row."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: 
 
 @pytest.mark.parametrize("k", range(6))
 def test_windows_see_their_drafts(form: Form, k: int) -> None:
-    """Penalties count every earlier draft, also when one is repeated; so does the minimum length."""
+    """Penalties count every earlier draft, also when one is repeated; so does the minimum
+    length."""
     case = random_case(slot_count(form, 12 // (k + 1)), k, 131, k, form.device)
     assert_same_draws(form, case, replace(EVERY_STEP, truncation=False))
     zeros = torch.zeros_like(case.tensors.temperature)
@@ -76,7 +78,8 @@ def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool) -> Non
 
 @pytest.mark.parametrize("steps", [GREEDY, PLAIN, TRUNCATED])
 def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
-    """NaN anywhere, +inf, nothing but -inf, what a temperature makes infinite; unusable ids do not matter.
+    """NaN anywhere, +inf, nothing but -inf, what a temperature makes infinite; unusable ids do not
+    matter.
 
     The law of such a row is NaN.
     """
@@ -178,7 +181,8 @@ plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True
 def test_every_step_has_the_samplings_law(
     form: Form, vocab: int, coarse: bool, small_blocks: None
 ) -> None:
-    """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and neither."""
+    """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and
+    neither."""
     case = random_case(slot_count(form, 6), 1, vocab, vocab, form.device, coarse)
     assert_same_laws(form, case, TRUNCATED)
     sums = (
@@ -190,7 +194,8 @@ def test_every_step_has_the_samplings_law(
 @pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
 @pytest.mark.parametrize("name", EXTREMES)
 def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> None:
-    """Many draws, in which a token too many, or too few, would be seen; of Triton's the law shows it."""
+    """Many draws, in which a token too many, or too few, would be seen; of Triton's the law shows
+    it."""
     logits, top_k, top_p = EXTREMES[name]
     case = random_case(1, 0, len(logits), 5, form.device)
     count = 400 if form.native else 2
@@ -215,7 +220,8 @@ def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> N
 def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
     form: Form, noise: bool, small_blocks: None
 ) -> None:
-    """Within a block, across blocks, between zeros of both signs; temperature 0 alone and beside others."""
+    """Within a block, across blocks, between zeros of both signs; temperature 0 alone and beside
+    others."""
     case = random_case(4, 1, 300, 5, form.device)
     logits = case.logits.clamp(max=1)
     logits[0, 0, [63, 64, 299]] = 8.0
@@ -236,7 +242,8 @@ def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
 
 
 def test_draws_of_a_drafters_own_stream(device: str) -> None:
-    """Both forms draw with the noise of the stream that is asked for, and another stream draws others."""
+    """Both forms draw with the noise of the stream that is asked for, and another stream draws
+    others."""
     case = random_case(4, 0, 60, 23, device)
     hot = replace(case.tensors, temperature=torch.full_like(case.tensors.temperature, 3.0))
     case = replace(case, tensors=hot)

@@ -1,4 +1,5 @@
-"""Skinny products by weights of any kind, and the row kernels: right, and a row's bits in any company."""
+"""Skinny products by weights of any kind, and the row kernels: right, and a row's bits in any
+company."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ SHAPES = [
     (2, 3, 2),
     (35, 67, 1),
 ]
-"""(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all do."""
+"""(N, K, T): one row and column, odd sizes and others that no block divides, and sizes that all
+do."""
 EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
 """Less than a block of scales, partial last blocks both ways, one row and column, odd sizes."""
 CODED = [
@@ -68,7 +70,8 @@ CODED = [
     ("e2m1 32", 33, 160, 17),
     ("e4m3 128", 40, 200, 17),
 ]
-"""Every kind and group, with halves of a step beyond K, parts of K, and a last group that is partial."""
+"""Every kind and group, with halves of a step beyond K, parts of K, and a last group that is
+partial."""
 EVERY_CASE: list[Any] = [
     (("plain", *shape), config) for shape in SHAPES for config in (SMALL, SPLIT, None)
 ]
@@ -238,7 +241,8 @@ def test_each_head_has_its_own_product(form: Form, heads: int, a: int, b: int, r
 
 
 def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]]:
-    """Return every operation as a function of x [T, K] and the residual [T, N], with results by row."""
+    """Return every operation as a function of x [T, K] and the residual [T, N], with results by
+    row."""
     device = o.x.device
     workspace = LinearWorkspace(
         torch.full((1 << 18,), float("nan"), device=device),
@@ -485,7 +489,8 @@ def test_sample_is_the_full_samplers_draw(
 def drawn(
     x: Tensor, weight: Tensor, draw: Draw, head_ids: Tensor | None = None, id_step: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the head's tokens and flags, checked against the full sampler's by the head's logits."""
+    """Return the head's tokens and flags, checked against the full sampler's by the head's
+    logits."""
     with mock.patch.object(twin, "_config", choice(SMALL)):
         logits = twin.head_logits(x, weight)
     if head_ids is not None:
@@ -526,7 +531,8 @@ def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
 
 
 def test_rows_without_finite_logits_are_told(device: str) -> None:
-    """NaN anywhere below `usable_vocab`, infinities that win or that are everywhere; never beyond it."""
+    """NaN anywhere below `usable_vocab`, infinities that win or that are everywhere; never beyond
+    it."""
     o, (seed, first, step, heat) = sample_operands(6, 1, device, torch.float32)
     weight = torch.zeros_like(o.weight)
     x = torch.zeros_like(o.x)

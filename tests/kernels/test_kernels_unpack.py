@@ -1,4 +1,5 @@
-"""The packed instructions that make numbers of codes, by a machine of the eight that they use: all codes."""
+"""The packed instructions that make numbers of codes, by a machine of the eight that they use: all
+codes."""
 
 from __future__ import annotations
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 KV_BLOCK = 512
-"""Positions a block: torch's CPU flash attention reads keys in such blocks, and slots have whole ones."""
+"""Positions a block: torch's CPU flash attention reads keys in such blocks, and slots have whole
+ones."""
 SMALL_CHUNK = 128
 """Positions of a chunk of Triton's before `LARGE_FROM`: short contexts have many programs."""
 LARGE_CHUNK = 512
-"""Positions of a chunk of Triton's from `LARGE_FROM` on: long contexts have few parts to combine."""
+"""Positions of a chunk of Triton's from `LARGE_FROM` on: long contexts have few parts to
+combine."""
 LARGE_FROM = 4096
 """The position from which chunks are large."""
 

@@ -2,8 +2,8 @@
 """The kernels of `paged_attention`, for windows and for prompt chunks.
 
 Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
-A SLIDING window, SOFTCAP or sinks of None add nothing to the compiled program. The online softmax of
-a row starts from its head's sink, where there is one: with that maximum and a sum of 1.
+A SLIDING window, SOFTCAP or sinks of None add nothing to the compiled program. The online softmax
+of a row starts from its head's sink, where there is one: with that maximum and a sum of 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ EMPTY_MAXIMUM = tl.constexpr(-1.0e30)
 
 @triton.jit
 def is_not_finite(x):
-    """True where x is infinite or NaN; x - x would not do, for it may be fused with the operation before."""
+    """True where x is infinite or NaN.
+
+    A test of x - x may fail, for it may be fused with the operation before.
+    """
     return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
 
@@ -64,7 +67,8 @@ def plan_attention_kernel(
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
     FROM: tl.constexpr, SLIDING: tl.constexpr,
 ):  # fmt: skip
-    """List one slot's items. Large chunks of all slots come first, so that no program ends on one."""
+    """List one slot's items. Large chunks of all slots come first, so that no program ends on
+    one."""
     FEW: tl.constexpr = FROM // SMALL
     slot = tl.program_id(0)
     slot_ids = tl.arange(0, SLOTS)
@@ -151,12 +155,12 @@ def attend_blocks(
     maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end, scale,
     K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
 ):  # fmt: skip
-    """Add keys [begin, end) to a tile's online softmax; MASKED unless every row attends to all of them.
+    """Add keys [begin, end) to a tile's online softmax; MASKED unless all rows attend to all keys.
 
-    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key. Where
-    pages hold whole blocks, page ids are loaded ahead, for a block whose address depended on a load could
-    not be prefetched: page_ids holds those of a short span, whose keys are read once; if None, the next
-    page's is loaded one block early. Nested loops over spans of pages were measured slower.
+    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key.
+    Where pages hold whole blocks, page ids are loaded ahead, for a block whose address depended on
+    a load could not be prefetched: page_ids holds those of a short span, whose keys are read once;
+    if None, the next is loaded one block early. Nested loops over spans were measured slower.
     """
     column = tl.arange(0, BLOCK_D)
     in_head = (column < D)[None, :]
@@ -211,7 +215,8 @@ def attend_blocks(
 
 @triton.jit
 def load_queries(query, token, head, row, column, row_mask, K, GROUPS, D):
-    """Load the queries of a KV head's rows: row i is of the group's head i % GROUPS at its token."""
+    """Load the queries of a KV head's rows: row i is of the group's head i % GROUPS at its
+    token."""
     source = (
         query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
     )
@@ -230,7 +235,8 @@ def attend_chunk_kernel(
     FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend TILE rows (a slot's queries by its group's heads) to one chunk of one KV head, item by item."""
+    """Attend TILE rows (a slot's queries by its group's heads) to one chunk of one KV head, item by
+    item."""
     wait_and_release(PDL)
     FEW: tl.constexpr = FROM // SMALL
     # One page more than a span fills, since it may begin inside a page; rounded to a power of two.
@@ -238,8 +244,8 @@ def attend_chunk_kernel(
     rows = queries * GROUPS
     tiles_per_head = tl.cdiv(rows, TILE)
     column = tl.arange(0, BLOCK_D)
-    # Dependent loads dominate the time of a short context: the first items are loaded together with the
-    # count, each later one two items early, so that its first page is in L2 when it begins.
+    # Dependent loads dominate the time of a short context: the first items are loaded together with
+    # the count, each later one two items early, so that its first page is in L2 when it begins.
     max_items = slots * max_chunks
     step = tl.num_programs(0)
     item = load_item(items, tl.program_id(0), K * tiles_per_head, max_items)
@@ -260,7 +266,8 @@ def attend_chunk_kernel(
         next_item = load_item(items, tile + 2 * step, K * tiles_per_head, max_items)
         end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
         if SLIDING is not None:
-            # Positions ascend in a slot: what is before its first row's window is before every row's.
+            # Positions ascend in a slot: what is before its first row's window is before every
+            # row's.
             lowest = tl.load(positions + slot * queries).to(tl.int32)
             begin = tl.maximum(begin, (lowest - (SLIDING - 1)) // BLOCK * BLOCK)
         page_ids = load_page_ids(page_row, begin, end, PAGES, PAGE)
@@ -357,7 +364,8 @@ def prefill_attention_kernel(
     acc = tl.zeros((TILE, BLOCK_D), tl.float32)
     begin = 0
     if SLIDING is not None:
-        # First the blocks that some row's window cuts, then those visible to all rows, then the last.
+        # First the blocks that some row's window cuts, then those visible to all rows, then the
+        # last.
         begin = tl.maximum(start + tile * TILE - (SLIDING - 1), 0) // BLOCK * BLOCK
         cut = tl.maximum(end - SLIDING + BLOCK - 1, 0) // BLOCK * BLOCK
         cut = tl.minimum(tl.maximum(cut, begin), visible_to_all)

@@ -1,12 +1,12 @@
 """Grouped-query attention over pages with a causal query window.
 
 Windows are planned once a forward pass. Torch form: the shape of the arithmetic depends on the
-window's width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked and
-add exact zeros, so a row's result does not depend on the host's bound of its context. Whole blocks
-before a layer's sliding window would add exact zeros, too, and are not read.
+window's width and on blocks of `KV_BLOCK` positions only. Positions beyond the context are masked
+and add exact zeros, so a row's result does not depend on the host's bound of its context. Whole
+blocks before a layer's sliding window would add exact zeros, too, and are not read.
 
-With `sliding` W a layer's rows attend to their own position and the W - 1 before it. With `softcap` C
-a score s becomes C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
+With `sliding` W a layer's rows attend to their own position and the W - 1 before it. With `softcap`
+C a score s becomes C tanh(s / C). Source: Beltagy et al. 2020; Gemma Team 2024 (Gemma 2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ KV_PART = KV_BLOCK // 4
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The shape of a model's attention: query head h reads KV head h // (num_heads / num_kv_heads)."""
+    """The shape of a model's attention: query head h reads KV head h // (num_heads /
+    num_kv_heads)."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,7 +48,8 @@ class AttentionParams:
     sliding: int | None = None  # positions that a row attends to, its own included
     softcap: float | None = None
     sinks: Tensor | None = None
-    """float32 [H]: for each head an additional score of every row, with the value 0. Source: gpt-oss."""
+    """float32 [H]: for each head an additional score of every row, with the value 0. Source:
+    gpt-oss."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Windows:
     A multiple of `KV_BLOCK`, for a partial last block may be computed in another order.
     """
     first_pages: Sequence[int | None]
-    """The first page's number of each slot whose pages up to its bound are consecutive, else None."""
+    """The first page's number of each slot whose pages up to its bound are consecutive, else
+    None."""
     chunk_start: int | None = None
     """The first position of one slot's full prompt chunk, for which programs may differ."""
 
@@ -91,7 +94,8 @@ class SlotMask:
 
 @dataclass(frozen=True)
 class MaskPlan(AttentionPlan):
-    """The torch form's plan: for each sliding window one mask a slot, None for a slot without rows."""
+    """The torch form's plan: for each sliding window one mask a slot, None for a slot without
+    rows."""
 
     masks: Mapping[int | None, tuple[SlotMask | None, ...]]
     width: int  # rows of a window; narrower windows are padded to it
@@ -108,11 +112,13 @@ def causal_bias(
 ) -> Tensor:
     """Return the additive mask [1, 1, groups * Q, context - start] of keys start to context - 1.
 
-    It is 0 where a row at positions [Q] attends to the key, else -inf. A row attends to the keys from
-    first_key to its own position, `sliding` of them at most; a row before first_key to its own alone.
+    It is 0 where a row at positions [Q] attends to the key, else -inf. A row attends to the keys
+    from first_key to its own position, `sliding` of them at most; a row before first_key to its own
+    alone.
     """
     keys = torch.arange(start, context, device=positions.device)
-    # Invalid rows may lie beyond the context: they attend to its end, for a row without keys gives NaN.
+    # Invalid rows may lie beyond the context: they attend to its end, for a row without keys gives
+    # NaN.
     rows = positions.clamp(max=context - 1).unsqueeze(-1)
     hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
     if sliding is not None:
@@ -126,8 +132,8 @@ def causal_bias(
 def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
     """Return keys or values of `count` pages in order as [1, K, count * page, D].
 
-    run: the first page's number where the pages are consecutive (a view of the contiguous pool, without
-    a copy), or the numbers of all of them, int64 [count].
+    run: the first page's number where the pages are consecutive (a view of the contiguous pool,
+    without a copy), or the numbers of all of them, int64 [count].
     """
     if isinstance(run, Tensor):
         return pages.index_select(0, run).flatten(0, 1).transpose(0, 1).unsqueeze(0)
@@ -215,10 +221,11 @@ def paged_attention(
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, params: AttentionParams
 ) -> Tensor:
-    """Attend query [1, K, R, D] to keys and values [1, K, C, D]; bias [1, 1, R, C] is added to scores.
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D]; bias [1, 1, R, C] is added to
+    scores.
 
-    A key of NaN (see `replace_non_finite`) makes its scores NaN even where the bias masks it. So NaN
-    keys are replaced by zeros, and rows that attend to one are filled with NaN.
+    A key of NaN (see `replace_non_finite`) makes its scores NaN even where the bias masks it. So
+    NaN keys are replaced by zeros, and rows that attend to one are filled with NaN.
     """
     run: Callable[[Tensor, Tensor], Tensor]
     if params.softcap is None and params.sinks is None:
@@ -235,7 +242,8 @@ def attend(
 def capped_attention(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, params: AttentionParams
 ) -> Tensor:
-    """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks: [1, K, R, D].
+    """Attend query [1, K, R, D] to keys and values [1, K, C, D], capped or with sinks: [1, K, R,
+    D].
 
     bias [1, 1, R, C] is added to the capped scores. In float32, `KV_PART` positions at a time: the
     order of sums in a product over all keys would depend on their number.

@@ -1,10 +1,11 @@
-"""Triton twin of `paged_attention`: split-KV attention whose splits are fixed by the absolute position.
+"""Triton twin of `paged_attention`: split-KV attention whose splits are fixed by the absolute
+position.
 
-A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends to each chunk
-separately, and a last kernel combines a row's chunks in their order. A row's bits depend on its query,
-its position and the keys up to it: other rows only add tiles, chunks that the row never reads, or keys
-that are masked and add exact zeros. Chunks before a layer's sliding window are not listed, so every
-window has its own list.
+A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends to each
+chunk separately, and a last kernel combines a row's chunks in their order. A row's bits depend on
+its query, its position and the keys up to it: other rows only add tiles, chunks that the row never
+reads, or keys that are masked and add exact zeros. Chunks before a layer's sliding window are not
+listed, so every window has its own list.
 
 For a prompt chunk a program attends a tile of one head's rows to all their keys: bits depend on the
 rows and the start alone. Source: Dao 2023 (FlashAttention-2).
@@ -39,9 +40,9 @@ from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options,
 ROW_TILE = 64
 """Rows of a tile: the minimum that Hopper's matrix units multiply at once.
 
-Padding them costs no time where memory is the limit, while a second tile would read the keys a second
-time. float32 has no such units, and on other devices wide heads leave no shared memory for pipeline
-stages next to so many rows; see `tile_shape`.
+Padding them costs no time where memory is the limit, while a second tile would read the keys a
+second time. float32 has no such units, and on other devices wide heads leave no shared memory for
+pipeline stages next to so many rows; see `tile_shape`.
 """
 KEY_BLOCK = 64
 """Keys that a tile is multiplied by at a time; see `tile_shape`."""
@@ -83,7 +84,8 @@ class ChunkPlan(AttentionPlan):
 
 @dataclass(frozen=True)
 class SplitPlan(AttentionPlan):
-    """The chunk lists of one forward pass, one a sliding window, and float32 buffers for partial results."""
+    """The chunk lists of one forward pass, one a sliding window, and float32 buffers for partial
+    results."""
 
     positions: Tensor  # [S, Q] int64
     valid: Tensor  # [S, Q] bool
@@ -97,7 +99,8 @@ class SplitPlan(AttentionPlan):
 
 
 def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, int, int]:
-    """Return rows and keys a tile, and pipeline stages, by model and device, independent of the rows."""
+    """Return rows and keys a tile, and pipeline stages, by model and device, independent of the
+    rows."""
     wide = head_dim > 128
     if dtype == torch.float32:
         rows = ROW_TILE // 4
@@ -122,11 +125,11 @@ def chunk_constants() -> dict[str, int]:
 def plan_attention(
     windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
 ) -> AttentionPlan:
-    """Launch `Kernels.plan_attention`: a small kernel a sliding window, without reading lengths on the host.
+    """Launch `Kernels.plan_attention`: a small kernel a sliding window; the host reads no lengths.
 
-    For a full prompt chunk nothing is launched. S is below 32768; buffers are sized by the page table's
-    width. Raises ValueError unless pages hold a power of two of positions, 16 or more, the minimum of
-    keys that a matrix unit multiplies at once.
+    For a full prompt chunk nothing is launched. S is below 32768; buffers are sized by the page
+    table's width. Raises ValueError unless pages hold a power of two of positions, 16 or more, the
+    minimum of keys that a matrix unit multiplies at once.
     """
     if windows.chunk_start is not None:
         return ChunkPlan(windows.page_table.contiguous(), windows.chunk_start, heads.first_key)
@@ -182,7 +185,8 @@ def plan_attention(
 
 
 def score_scale(params: AttentionParams) -> float:
-    """Return the factor of products in kernels: with log2(e) for exp2, or 1 / softcap before capping."""
+    """Return the factor of products in kernels: with log2(e) for exp2, or 1 / softcap before
+    capping."""
     return params.scale * LOG2_E if params.softcap is None else params.scale / params.softcap
 
 
@@ -222,7 +226,10 @@ def attend_chunks(
 
 
 def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options: Any) -> Tensor:
-    """Fill out [S, Q, H, D] with the sums of each row's chunks and its head's sink [H]; return it."""
+    """Fill out [S, Q, H, D] with the sums of each row's chunks and its head's sink [H].
+
+    Return it.
+    """
     slots, width, heads, size = out.shape
     min_chunks, max_chunks = COMBINED_CHUNKS
     combine_chunks_kernel[(heads, slots * width)](

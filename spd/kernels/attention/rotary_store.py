@@ -21,7 +21,8 @@ class RotatedRows:
     cos: Tensor  # [M, D], whose halves repeat each other, in the rows' dtype or float32
     sin: Tensor  # as cos, but for the sign of its first half; see `apply_rotary`
     positions: Tensor | None
-    """int64 [T] below M; None (torch form only): cos and sin have one row for each of the T rows."""
+    """int64 [T] below M; None (torch form only): cos and sin have one row for each of the T
+    rows."""
     kv_slots: Tensor  # int64 [T] as in `store_kv`
 
     def select_cos_sin(self) -> tuple[Tensor, Tensor]:
@@ -48,20 +49,25 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Source: Su et al. 2021, in the half-split form of Hugging Face checkpoints.
     """
     first, second = torch.split(x, count_pairs(x.shape[-1]), dim=-1)
-    # Separate roundings: a fused multiply-add rounds otherwise in vector bodies than in scalar tails.
+    # Separate roundings: a fused multiply-add rounds otherwise in vector bodies than in scalar
+    # tails.
     return x * cos + torch.cat((second, first), dim=-1) * sin
 
 
 def is_known_finite(x: Tensor) -> bool:
-    """True if the host knows that all of x is finite; always False on a GPU, without synchronizing."""
+    """True if the host knows that all of x is finite.
+
+    Always False on a GPU, without synchronizing.
+    """
     return x.device.type == "cpu" and math.isfinite(x.sum())
 
 
 def replace_non_finite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values [..., D] as they are stored: non-finite values as 0, and their keys as NaN.
+    """Return keys and values [..., D] as they are stored: non-finite values as 0, and their keys as
+    NaN.
 
-    A row that does not attend to a position weighs its value by zero, and zero times infinity is NaN.
-    A key of NaN makes the rows that attend to it NaN, and no others.
+    A row that does not attend to a position weighs its value by zero, and zero times infinity is
+    NaN. A key of NaN makes the rows that attend to it NaN, and no others.
     """
     if is_known_finite(key) and is_known_finite(value):
         return key, value
@@ -72,8 +78,8 @@ def replace_non_finite(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def store_kv(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
     """Write key and value [T, K, D] to positions slots [T] of the pools, in place.
 
-    A slot is page * page_size + offset. Rows that must not be stored have a slot of the trash page. Of
-    rows that share a slot any one is stored. See `replace_non_finite`.
+    A slot is page * page_size + offset. Rows that must not be stored have a slot of the trash page.
+    Of rows that share a slot any one is stored. See `replace_non_finite`.
     """
     for pool, rows in zip(pools, replace_non_finite(key, value), strict=True):
         pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)

@@ -17,7 +17,8 @@ from spd.kernels.launch import ceil_div, pdl_options, power_of_two
 from spd.kernels.overlap_triton import wait_and_release
 
 HEADS_A_PROGRAM = 4
-"""Heads of one program: 16-byte loads of 128 16-bit elements a head fill a warp, which sums a head."""
+"""Heads of one program: 16-byte loads of 128 16-bit elements a head fill a warp, which sums a
+head."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots"])
@@ -26,7 +27,8 @@ def rotary_store_kernel(
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store HEADS of one row's H + 2K heads, each two halves of HALF elements padded to BLOCK."""
+    """Rotate and store HEADS of one row's H + 2K heads, each two halves of HALF elements padded to
+    BLOCK."""
     wait_and_release(PDL)
     D: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
@@ -90,7 +92,10 @@ def rotary_store(
     pools: Pools,
     num_heads: int,
 ) -> Tensor:
-    """Launch `Kernels.rotary_store`; all tensors but the rows' indices are contiguous, positions not None."""
+    """Launch `Kernels.rotary_store`.
+
+    All tensors but the rows' indices are contiguous, positions not None.
+    """
     assert rows.positions is not None
     kv_heads, size = pools[0].shape[2:]
     pairs = count_pairs(size)

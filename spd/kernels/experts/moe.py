@@ -1,7 +1,7 @@
 """Mixture of experts: routing of rows, and the experts' products.
 
-A row's result does not depend on the other rows or on their experts. Rows whose results are not read are
-routed, too.
+A row's result does not depend on the other rows or on their experts. Rows whose results are not
+read are routed, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from spd.kernels.native.packed import PackedWeight
 WINDOW_TILE_ROWS = 4
 """Rows of one expert that the torch form computes at a time in a window.
 
-The last tile is filled up with copies of its last row, so that arithmetic does not depend on the number
-of an expert's rows.
+The last tile is filled up with copies of its last row, so that arithmetic does not depend on the
+number of an expert's rows.
 """
 CHUNK_TILE_ROWS = 16
 """Rows of one expert that the torch form computes at a time in a prompt chunk."""
@@ -81,7 +81,8 @@ def route(parts: Tensor, correction: Tensor | None, rule: RoutingRule) -> tuple[
 
 
 ExpertMatrices = Tensor | TiledWeight | GroupedWeight | PackedWeight
-"""Matrices of E experts: tiled codes for Triton, grouped ones for torch, packed for the C kernels."""
+"""Matrices of E experts: tiled codes for Triton, grouped ones for torch, packed for the C
+kernels."""
 
 
 def dequantize_matrices(weights: ExpertMatrices, dtype: torch.dtype) -> Tensor:
@@ -93,7 +94,8 @@ def dequantize_matrices(weights: ExpertMatrices, dtype: torch.dtype) -> Tensor:
 class ExpertWeights(NamedTuple):
     """All experts of a layer: each computes down(act(gate_up(x) + gate_up_bias)) + down_bias.
 
-    gate_up is [E, 2 * I, K] with the gates first, or [E, I, K] where the activation has none; down [E, K, I].
+    gate_up is [E, 2 * I, K] with the gates first, or [E, I, K] where the activation has none; down
+    [E, K, I].
     """
 
     gate_up: ExpertMatrices
@@ -150,7 +152,10 @@ def experts(
 def _by_expert(
     x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, tile: int
 ) -> Tensor:
-    """Return the weighted sum of every row's experts [T, K]; an expert computes `tile` rows at a time."""
+    """Return the weighted sum of every row's experts [T, K].
+
+    An expert computes `tile` rows at a time.
+    """
     pairs = dict[int, list[int]]()
     for pair, expert in enumerate(ids.flatten().tolist()):
         pairs.setdefault(expert, []).append(pair)

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `moe`: without sorting or synchronizing, by launches of shapes that the plan knows.
+"""Triton form of `moe`: without sorting or synchronizing, by launches of shapes that the plan
+knows.
 
-A program of the products belongs to one expert and one tile of its weight's rows, and multiplies the
-rows that chose the expert, BLOCK_T at a time; without any it ends. So nothing is sorted, the weights of
-an expert are read once however many rows chose it, and a row's result depends on itself and the weights
-alone.
+A program of the products belongs to one expert and one tile of its weight's rows, and multiplies
+the rows that chose the expert, BLOCK_T at a time; without any it ends. So nothing is sorted, the
+weights of an expert are read once however many rows chose it, and a row's result depends on itself
+and the weights alone.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def router_kernel(
     w, x, parts, rows, n, k, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store float32 partial scores [T, SPLIT_K, E] of tokens x by the router's weight, both widened first."""
+    """Store float32 partial scores [T, SPLIT_K, E] of tokens x by the router's weight, both widened
+    first."""
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -175,7 +177,8 @@ def experts_gate_up_kernel(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, ACT: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store inner [pairs, n]: an `Activation` of each pair's row of x by its expert's w [2 * n, k] + bias.
+    """Store inner [pairs, n]: an `Activation` of each pair's row of x by its expert's w [2 * n, k]
+    + bias.
 
     Without gates w is [n, k], and has no bias.
     """
@@ -222,7 +225,8 @@ def experts_down_kernel(
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store outputs float32 [pairs, n]: inner [pairs, k] by each pair's expert's w [n, k], plus bias [n]."""
+    """Store outputs float32 [pairs, n]: inner [pairs, k] by each pair's expert's w [n, k], plus
+    bias [n]."""
     expert = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
@@ -250,7 +254,8 @@ def experts_down_kernel(
 def sum_experts_kernel(
     outputs, weights, stream, y, squares, n, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the weighted sum of a part of one row, best expert first, plus the stream if not None."""
+    """Store the weighted sum of a part of one row, best expert first, plus the stream if not
+    None."""
     wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -362,7 +367,8 @@ def experts(
 
 
 def _list_rows(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs of ids [T, k] that chose each expert, int32 [E, T * k], and their counts [E]."""
+    """Return the pairs of ids [T, k] that chose each expert, int32 [E, T * k], and their counts
+    [E]."""
     pairs = ids.numel()
     lists = torch.empty(num_experts, pairs, dtype=torch.int32, device=ids.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
@@ -386,7 +392,8 @@ def _multiply_gate_up(
     gate_up: Tensor | TiledWeight,
     expert_weights: ExpertWeights,
 ) -> Tensor:
-    """Return the activations [T * per_token, I] of x [T, K] for all pairs of a row and its expert."""
+    """Return the activations [T * per_token, I] of x [T, K] for all pairs of a row and its
+    expert."""
     act = expert_weights.act
     count, rows, k = gate_up.shape
     pairs = lists.shape[1]
@@ -416,7 +423,8 @@ def _multiply_gate_up(
 def _multiply_down(
     inner: Tensor, lists: Tensor, counts: Tensor, down: Tensor | TiledWeight, bias: Tensor | None
 ) -> Tensor:
-    """Return inner [pairs, I] by each pair's expert's matrix of down [E, K, I]: float32 [pairs, K]."""
+    """Return inner [pairs, I] by each pair's expert's matrix of down [E, K, I]: float32 [pairs,
+    K]."""
     count, k, n = down.shape
     pairs = lists.shape[1]
     outputs = torch.empty(pairs, k, dtype=torch.float32, device=inner.device)
@@ -443,7 +451,8 @@ def _multiply_down(
 def _sum_outputs(
     x: Tensor, outputs: Tensor, weights: Tensor, stream: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums of each row's outputs by weights [T, k], plus the stream, and their squares."""
+    """Return the sums of each row's outputs by weights [T, k], plus the stream, and their
+    squares."""
     rows, k = x.shape
     block = min(power_of_two(k), SUM_BLOCK)
     parts = ceil_div(k, block)

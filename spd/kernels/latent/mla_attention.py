@@ -1,8 +1,8 @@
 """Latent attention over pages, absorbed: every head attends to the same small vectors.
 
-A position is stored as one row of a pool [P, page, L + R]: L latent values, normed, and R values of a
-key that all heads share, rotated. A query head has the same L + R dimensions, for its key matrix has
-been absorbed into it. The result is L values a head, which its value matrix multiplies.
+A position is stored as one row of a pool [P, page, L + R]: L latent values, normed, and R values of
+a key that all heads share, rotated. A query head has the same L + R dimensions, for its key matrix
+has been absorbed into it. The result is L values a head, which its value matrix multiplies.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `mla_attention`: attention over latents, split into the chunks of `paged_attention`.
+"""Triton form of `mla_attention`: attention over latents, split into the chunks of
+`paged_attention`.
 
-A latent is loaded once and is both key and value of every head, so that a tile of rows, heads of one or
-of several queries, reads L + R values a position where keys and values of each head would be hundreds of
-times as many. Latents are multiplied in halves, and rows are loaded and stored in pieces of their
-columns, so that a thread has few rows: their addresses, live over the loop, would not fit in registers
-together with a tile's sums.
+A latent is loaded once and is both key and value of every head, so that a tile of rows, heads of
+one or of several queries, reads L + R values a position where keys and values of each head would be
+hundreds of times as many. Latents are multiplied in halves, and rows are loaded and stored in
+pieces of their columns, so that a thread has few rows: their addresses, live over the loop, would
+not fit in registers together with a tile's sums.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ HEADS_A_PROGRAM = 8
 ROW_TILE = 64
 """Rows of a tile: all heads of a query or half of them, so that latents are read once or twice.
 
-128 sums a thread leave few registers: the module's docstring says what keeps them out of local memory.
+128 sums a thread leave few registers: the module's docstring says what keeps them out of local
+memory.
 """
 KEY_BLOCK = 32
 """Positions that a tile attends to at a time."""
@@ -53,7 +55,10 @@ def latent_store_kernel(
     H: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate HEADS of one row's H query heads; the first of a row's programs also stores its latent."""
+    """Rotate HEADS of one row's H query heads.
+
+    The first of a row's programs also stores its latent.
+    """
     wait_and_release(PDL)
     R: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
@@ -131,7 +136,8 @@ def head_linear_kernel(
 
 @triton.jit
 def load_half(source, inside, FROM, L, R, TILE, HALF):
-    """Load columns [FROM, FROM + HALF) of TILE rows of L + R values: [TILE, HALF], zeros beyond L."""
+    """Load columns [FROM, FROM + HALF) of TILE rows of L + R values: [TILE, HALF], zeros beyond
+    L."""
     PIECE: tl.constexpr = HALF if HALF < 64 else 64
     column = (
         FROM
@@ -165,8 +171,8 @@ def attend_latents(
     """Add positions [begin, end) to a tile's online softmax, masked by each row's position.
 
     query_a, query_b [rows, HALF] and query_rope [rows, BLOCK_R]: the halves of the queries' latent
-    part, and the rotated part. begin is a multiple of BLOCK, which divides PAGE; scale includes log2(e),
-    for weights are computed by exp2.
+    part, and the rotated part. begin is a multiple of BLOCK, which divides PAGE; scale includes
+    log2(e), for weights are computed by exp2.
     """
     column_a = tl.arange(0, HALF)
     column_b = HALF + tl.arange(0, HALF)
@@ -214,7 +220,10 @@ def attend_latent_chunk_kernel(
     BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
     LARGE: tl.constexpr, FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend TILE rows (a slot's queries by heads) to one chunk, item by item; see `attend_chunk_kernel`."""
+    """Attend TILE rows (a slot's queries by heads) to one chunk, item by item.
+
+    See `attend_chunk_kernel`.
+    """
     wait_and_release(PDL)
     FEW: tl.constexpr = FROM // SMALL
     HALF: tl.constexpr = BLOCK_L // 2
@@ -261,7 +270,10 @@ def prefill_latent_kernel(
     PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Attend TILE rows (positions by heads) of a prompt chunk to all before them; the last go first."""
+    """Attend TILE rows (positions by heads) of a prompt chunk to all before them.
+
+    The last go first.
+    """
     HALF: tl.constexpr = BLOCK_L // 2
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
     row = first_row + tl.arange(0, TILE)
@@ -284,7 +296,10 @@ def prefill_latent_kernel(
 
 
 def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, int, int]:
-    """Return rows and positions a tile, and pipeline stages, by model and device; latent counts L + R."""
+    """Return rows and positions a tile, and pipeline stages, by model and device.
+
+    The argument latent is L + R.
+    """
     size = dtype.itemsize
     if size == 4:
         return ROW_TILE // 4, KEY_BLOCK // 2, 1
@@ -305,7 +320,10 @@ def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, in
 def latent_store(
     query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
 ) -> Tensor:
-    """Launch `Kernels.latent_store`; query and latent have a last stride of 1, positions are not None."""
+    """Launch `Kernels.latent_store`.
+
+    The last strides of query and latent are 1, positions are not None.
+    """
     assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
     count, heads, size = query.shape
     rank = norm.shape[0]

@@ -13,8 +13,8 @@ class Activation(NamedTuple):
     swiglu  (clip(u) + 1) * h * sigmoid(alpha * h) of h = min(g, limit)
     relu2   relu(u) ** 2 of rows without gates
 
-    clip is to -limit and limit. Sources: Shazeer 2020 (GLU variants); So et al. 2021 (Primer); gpt-oss
-    and Step-3.5 of Hugging Face transformers 5 for limits.
+    clip is to -limit and limit. Sources: Shazeer 2020 (GLU variants); So et al. 2021 (Primer);
+    gpt-oss and Step-3.5 of Hugging Face transformers 5 for limits.
     """
 
     kind: Literal["silu", "gelu", "swiglu", "relu2"]

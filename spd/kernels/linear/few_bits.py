@@ -1,7 +1,8 @@
-"""Weights in four to eight bits with a scale a group of columns: stored packed, multiplied by wider rows.
+"""Weights in four to eight bits with a scale a group of columns: stored packed, multiplied by wider
+rows.
 
-All quantized layouts of checkpoints are converted to this form. Activations are not rounded: W4A16 and
-W8A16.
+All quantized layouts of checkpoints are converted to this form. Activations are not rounded: W4A16
+and W8A16.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Codes:
     zeros: uint8, the integer code of 0; None: `DEFAULT_ZERO_POINTS`. columns [K]: factors of the
     columns, such as the weight of the norm before.
 
-    Scales may be uint8: exponents, 2^(byte - 128); or, with factors float16
-    [..., N, K / `SUPER_BLOCK`], (byte - 128) * factor. minima, of the type of scales, are subtracted
-    from a group's values after the scale; no code stands for 0 then.
+    Scales may be uint8: exponents, 2^(byte - 128); or, with factors float16 [..., N, K /
+    `SUPER_BLOCK`], (byte - 128) * factor. minima, of the type of scales, are subtracted from a
+    group's values after the scale; no code stands for 0 then.
     """
 
     kind: CodeKind
@@ -66,7 +67,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class GroupedWeight(Codes):
-    """A weight of codes uint8 [..., N, K], or [..., N, K / 2] with the even column in the low half."""
+    """A weight of codes uint8 [..., N, K], or [..., N, K / 2] with the even column in the low
+    half."""
 
     minima: Tensor | None = None
     factors: Tensor | None = None
@@ -119,7 +121,8 @@ class GroupedWeight(Codes):
         return values.view(self.shape)
 
     def _values(self) -> Tensor:
-        """Return rows [N, K] in float32, as ggml's reference computes them where scales have factors."""
+        """Return rows [N, K] in float32, as ggml's reference computes them where scales have
+        factors."""
         codes = unpack_nibbles(self.codes) if self.kind in FOUR_BIT_KINDS else self.codes
         scales = decode_scales(self.scales, self.factors)
         if self.minima is None:
@@ -150,9 +153,9 @@ class StackedWeight:
 class TiledWeight(Codes):
     """A `GroupedWeight` [..., N, K] as tiles on a matrix unit read it, made by `tiled`.
 
-    codes: uint8 [..., N, K]; or two of four bits in a byte, in whole steps of `step` columns: byte j of one
-    holds those of columns j, in its low half, and j + step / 2. group 0: codes are numbers, int8 [..., N, K],
-    whose scales, of whole rows, meet the sums.
+    codes: uint8 [..., N, K]; or two of four bits in a byte, in whole steps of `step` columns: byte
+    j of one holds those of columns j, in its low half, and j + step / 2. group 0: codes are
+    numbers, int8 [..., N, K], whose scales, of whole rows, meet the sums.
     """
 
     shape: torch.Size = torch.Size()
@@ -177,7 +180,8 @@ class TiledWeight(Codes):
 
 
 def tile_step(kind: CodeKind, group: int) -> int:
-    """Return the columns of a step: two halves of at most a group each, or a group of at most 128."""
+    """Return the columns of a step: two halves of at most a group each, or a group of at most
+    128."""
     return 2 * min(64, group) if kind in ("int4", "e2m1") else min(128, group)
 
 
@@ -215,7 +219,10 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def decode_scales(numbers: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Return scales or minima [N, G] in float32; factors: float16 [N, K / `SUPER_BLOCK`]. See `Codes`."""
+    """Return scales or minima [N, G] in float32.
+
+    factors: float16 [N, K / `SUPER_BLOCK`]. See `Codes`.
+    """
     if numbers.dtype != torch.uint8:
         return numbers.float()
     offsets = numbers.float() - BYTE_OFFSET
@@ -242,7 +249,8 @@ def decode_codes(kind: CodeKind, codes: Tensor) -> Tensor:
 def dequantize(
     kind: CodeKind, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int
 ) -> Tensor:
-    """Return the weight float32 [N, K] of codes [N, K], one a byte, with scales and zeros [N, K / group]."""
+    """Return the weight float32 [N, K] of codes [N, K], one a byte, with scales and zeros [N, K /
+    group]."""
     values = decode_codes(kind, codes)
     width = codes.shape[-1]
     if zeros is not None:
@@ -260,12 +268,13 @@ def row_magnitudes(weight: Tensor) -> Tensor:
 
 
 def quantize_int8(weight: Tensor, row_max: Tensor | None = None) -> GroupedWeight:
-    """Quantize weight [..., N, K] to int8 with one scale a row: its largest magnitude / 127, ties to even.
+    """Quantize weight [..., N, K] to int8 with one scale a row: its largest magnitude / 127, ties
+    to even.
 
-    row_max: float32 [..., N], the `row_magnitudes` of full rows, where weight holds parts of rows. A scale
-    is a bfloat16 number, so that it is exact in products of any type; each value's error is at most half
-    its row's scale. A row of zeros has the scale 1. Equal weights give equal bits everywhere: nothing is
-    summed.
+    row_max: float32 [..., N], the `row_magnitudes` of full rows, where weight holds parts of rows.
+    A scale is a bfloat16 number, so that it is exact in products of any type; each value's error is
+    at most half its row's scale. A row of zeros has the scale 1. Equal weights give equal bits
+    everywhere: nothing is summed.
     """
     max_magnitudes = row_magnitudes(weight) if row_max is None else row_max
     scales = (max_magnitudes.flatten() / INT8_MAX).to(torch.bfloat16).float()
@@ -282,10 +291,12 @@ def quantize_int8(weight: Tensor, row_max: Tensor | None = None) -> GroupedWeigh
 
 
 def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """Quantize weight [..., N, K] to symmetric four-bit codes, a bfloat16 scale an `INT4_GROUP` of columns.
+    """Quantize weight [..., N, K] to symmetric four-bit codes, a bfloat16 scale an `INT4_GROUP` of
+    columns.
 
-    Of several scales the one with the least sum of squared errors is chosen; it is NaN in a group with a
-    value that is not finite. Equal groups give equal bits: squares are added pairwise within a group.
+    Of several scales the one with the least sum of squared errors is chosen; it is NaN in a group
+    with a value that is not finite. Equal groups give equal bits: squares are added pairwise within
+    a group.
     """
     *_, columns = weight.shape
     rows = weight.flatten(0, -2)
@@ -322,8 +333,8 @@ def quantize_int4(weight: Tensor) -> GroupedWeight:
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [T, K] times a weight [N, K] plus bias [N]: [T, N] in x's dtype, summed in float32.
 
-    Torch form: by the dequantized weight, in float32. Kernels scale each group's sum, in ascending order
-    of groups.
+    Torch form: by the dequantized weight, in float32. Kernels scale each group's sum, in ascending
+    order of groups.
     """
     bias32 = None if bias is None else bias.float()
     return F.linear(x.float(), weight.plain(torch.float32), bias32).to(x.dtype)

@@ -1,8 +1,9 @@
 """Inputs of a head that drafts: pairs of a token and the state before it, and rings of states.
 
-The states of S slots are stored in rings [S, >= depth, H]: the one at position p at index p mod depth. A
-ring that is written has one more entry, for rows that must not be stored. A page's last state is stored
-with its keys and values, so that a request that finds the page by its hash can continue from there.
+The states of S slots are stored in rings [S, >= depth, H]: the one at position p at index p mod
+depth. A ring that is written has one more entry, for rows that must not be stored. A page's last
+state is stored with its keys and values, so that a request that finds the page by its hash can
+continue from there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class HeadStates:
 
 
 class HeadRows(Protocol):
-    """T rows, `width` for each of S slots, then padding rows, whose results are any finite numbers."""
+    """T rows, `width` for each of S slots, then padding rows, whose results are any finite
+    numbers."""
 
     @property
     def positions(self) -> Tensor:

@@ -20,7 +20,8 @@ def head_input_kernel(
     states_stride, masked, epsilon,
     H: tl.constexpr, BLOCK: tl.constexpr, HIDDEN_FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, 0) norms the embedding, (row, 1) the state, and copies it to stored_states if any."""
+    """Program (row, 0) norms the embedding, (row, 1) the state, and copies it to stored_states if
+    any."""
     wait_and_release(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_state = tl.program_id(1)

@@ -30,8 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def activate(x: Tensor, act: Activation) -> Tensor:
     """Apply an activation to rows [T, 2 * I], gates first, or [T, I] without: [T, I] in x's dtype.
 
-    gelu is computed in float32 and rounded once (source: Hendrycks & Gimpel 2016). It is spelled out here
-    because torch's gelu rounds vector bodies and scalar tails differently.
+    gelu is computed in float32 and rounded once (source: Hendrycks & Gimpel 2016). It is spelled
+    out here because torch's gelu rounds vector bodies and scalar tails differently.
     """
     if not act.gated:
         return x.relu().square()

@@ -1,4 +1,5 @@
-"""Operations on rows of the residual stream between products: embedding, last norm, norm after a block.
+"""Operations on rows of the residual stream between products: embedding, last norm, norm after a
+block.
 
 Each returns the stream's `squares` float32 [T, P], see `skinny_linear`.
 """

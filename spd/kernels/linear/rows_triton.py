@@ -22,7 +22,8 @@ WARPS = 8
 def embed_kernel(
     token_ids, table, x, squares, h, SCALE: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr
 ):
-    """Store a part of one row: table[id], times SCALE if not None, and the part's sum of squares."""
+    """Store a part of one row: table[id], times SCALE if not None, and the part's sum of
+    squares."""
     wait_and_release(PDL)
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -95,7 +96,10 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
 
 
 def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
-    """Launch `Kernels.rms_norm_rows`; rows of a prompt chunk have no squares and are normed by torch."""
+    """Launch `Kernels.rms_norm_rows`.
+
+    Rows of a prompt chunk have no squares and are normed by torch.
+    """
     if squares is None:
         return rms_norm(x, weight, epsilon)
     rows, k = x.shape

@@ -1,7 +1,7 @@
 """Launch configs of the skinny products, by a weight's shape, type and device, never by the rows.
 
-A config may differ from weight to weight, for each is always multiplied by the same program; it must
-not differ between two calls with one weight, or a row's bits would.
+A config may differ from weight to weight, for each is always multiplied by the same program; it
+must not differ between two calls with one weight, or a row's bits would.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from spd.kernels.launch import Device
 TOKEN_TILES = (16, 32, 64)
 """Rows of x that a program multiplies; more rows need more programs.
 
-The tile may be wider than the first, by the number of rows, where a trial on the device has shown equal
-bits: an output is summed along K in the same steps in each tile.
+The tile may be wider than the first, by the number of rows, where a trial on the device has shown
+equal bits: an output is summed along K in the same steps in each tile.
 """
 TOKEN_TILE = TOKEN_TILES[0]
 REGISTER_BOUND_TILE = 32
 """The maximum of tokens a tile where other values need registers, too.
 
-Those are noise of ids that are not consecutive, or the converted bytes of a weight in the few warps of
-its programs.
+Those are noise of ids that are not consecutive, or the converted bytes of a weight in the few warps
+of its programs.
 """
 TokenTileLimits = Mapping[torch.dtype, int]
 """The widest token tile by the dtype of a weight's values, for tokens of that dtype or bfloat16."""
@@ -36,14 +36,15 @@ PROGRAMS = 128
 BYTE_WEIGHT_PROGRAMS = 1024
 """Programs that fill the device where weights are bytes.
 
-They have two warps and half the rows, so that several share a multiprocessor: while one converts, another
-multiplies.
+They have two warps and half the rows, so that several share a multiprocessor: while one converts,
+another multiplies.
 """
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """The tiles of one product: `block_n` weight rows by `block_k` columns a step, K in `split_k` parts.
+    """The tiles of one product: `block_n` weight rows by `block_k` columns a step, K in `split_k`
+    parts.
 
     All are powers of two but split_k. For gate and up together, block_n counts the rows of both.
     """
@@ -59,8 +60,8 @@ class LinearConfig:
 TENSOR_MEMORY_ARCHITECTURES = (10, 11)
 """Architectures whose matrix units store sums in tensor memory.
 
-An online softmax scales them at each step: for 64 wide rows that needs more registers than there are, so
-attention has tiles of half as many rows.
+An online softmax scales them at each step: for 64 wide rows that needs more registers than there
+are, so attention has tiles of half as many rows.
 """
 
 
@@ -69,9 +70,10 @@ def config_for(
 ) -> LinearConfig:
     """Return the config for a weight [n, k] of `itemsize` bytes a value, `step` columns at a time.
 
-    Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights, 256 bytes
-    of a row a step, 128 where values are bytes; K is split only where there are fewer than `PROGRAMS` / 2
-    tiles; the fewer programs share a multiprocessor, the more stages each needs in flight.
+    Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights,
+    256 bytes of a row a step, 128 where values are bytes; K is split only where there are fewer
+    than `PROGRAMS` / 2 tiles; the fewer programs share a multiprocessor, the more stages each needs
+    in flight.
     """
     block_n = max(
         16, min(64 if n >= 2048 and itemsize > 1 else 32, 1 << max(0, n - 1).bit_length())
@@ -100,12 +102,14 @@ def config_for(
 
 
 def _step_bytes(block_n: int, block_t: int, block_k: int, itemsize: int) -> int:
-    """Return the bytes of weights and tokens a step: tokens have 16 bits where weights have eight."""
+    """Return the bytes of weights and tokens a step: tokens have 16 bits where weights have
+    eight."""
     return (block_n * itemsize + block_t * max(2, itemsize)) * block_k
 
 
 def _fit_stages(stages: int, step_bytes: int, device: Device) -> int:
-    """Return the number of stages of step_bytes that shared memory holds, at most `stages`, at least two."""
+    """Return the number of stages of step_bytes that shared memory holds, at most `stages`, at
+    least two."""
     return max(2, min(stages, (device.shared - 8 * 1024) // step_bytes))
 
 
@@ -141,8 +145,8 @@ def chunk_config(config: LinearConfig) -> LinearConfig:
 
 
 def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:
-    """Float32 partials and int32 counters that suffice for products of up to `rows` rows by a weight of n
-    rows, gate_up_config or not: (0, 0) unsplit."""
+    """Float32 partials and int32 counters that suffice for products of up to `rows` rows by a
+    weight of n rows, gate_up_config or not: (0, 0) unsplit."""
     if config.split_k == 1:
         return 0, 0
     tokens = -(-rows // TOKEN_TILES[-1]) * TOKEN_TILES[-1]

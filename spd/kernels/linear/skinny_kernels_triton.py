@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The kernels of `skinny_linear`: weights on the matrix unit's long side, tokens on its short one.
 
-A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The token tiles of one weight tile are adjacent
-in the grid, (token tiles, weight tiles, parts of K), so that the second reads the weights from cache. Rows
-beyond the last load as zeros; weight rows beyond the last read the last one and are not stored. Only the
-masks, the grid's first axis and BLOCK_T depend on the number of rows. BLOCK_T changes the layout of a tile
-over threads, so nothing may be summed in an order that depends on the layout: see `pairwise_sum`.
+A program multiplies BLOCK_N weight rows by BLOCK_T tokens. The token tiles of one weight tile are
+adjacent in the grid, (token tiles, weight tiles, parts of K), so that the second reads the weights
+from cache. Rows beyond the last load as zeros; weight rows beyond the last read the last one and
+are not stored. Only the masks, the grid's first axis and BLOCK_T depend on the number of rows.
+BLOCK_T changes the layout of a tile over threads, so nothing may be summed in an order that depends
+on the layout: see `pairwise_sum`.
 
-With PDL a launch may begin before the previous kernel has ended, and waits for it before its first read.
+With PDL a launch may begin before the previous kernel has ended, and waits for it before its first
+read.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ STREAM = tl.constexpr(STREAM_TARGET)
 
 @triton.jit
 def prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL):
-    """Prefetch this part's first columns into L2 while the previous kernel ends; no kernel writes weights."""
+    """Prefetch this part's first columns into L2 while the previous kernel ends.
+
+    No kernel writes weights.
+    """
     if PDL:
         LINE: tl.constexpr = 128 // (weight_rows.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = (4 * BLOCK_K // per_byte(CODE) + LINE - 1) // LINE
@@ -53,7 +58,8 @@ def prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL):
 
 @triton.jit
 def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Load the partial sums of rows [BLOCK_T, BLOCK_P], added up where they are more than BLOCK_P."""
+    """Load the partial sums of rows [BLOCK_T, BLOCK_P], added up where they are more than
+    BLOCK_P."""
     part = tl.arange(0, BLOCK_P)
     at = squares + row_t[:, None] * PARTS + part[None, :]
     inside = (row_t[:, None] < rows) & (part[None, :] < PARTS)
@@ -68,8 +74,8 @@ def load_squares(squares, row_t, rows, PARTS: tl.constexpr, BLOCK_P: tl.constexp
 def pairwise_sum(x):
     """Return the sums [T] along the last axis of x [T, P], P a power of two up to 1024, pairwise.
 
-    The order is explicit, for that of `tl.sum` depends on the layout of x over threads. Two summands have
-    only one order. For products, the launch must disable fused multiply-add as well.
+    The order is explicit, for that of `tl.sum` depends on the layout of x over threads. Two
+    summands have only one order. For products, the launch must disable fused multiply-add as well.
     """
     for _ in tl.static_range(10):
         if x.shape[1] > 1:
@@ -127,7 +133,10 @@ def linear_kernel(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store y = x Wᵀ, scaled by the norm if squares is not None, plus bias, plus residual; squares of y."""
+    """Store y = x Wᵀ, scaled by the norm if squares is not None, plus bias, plus residual.
+
+    It also stores the squares of y.
+    """
     first = tl.program_id(1) * BLOCK_N
     weight_rows = rows_of_weight(w, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
     prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL)
@@ -225,9 +234,9 @@ def head_kernel(
 ):  # fmt: skip
     """Store logits [T, n], or if logits is None the rank of each tile's draw [T, tiles].
 
-    Weight row n is that of token n, or of ids[n] below `usable` if ids is not None. Row t belongs to slot
-    t // window, and draws at position[slot] + step + t % window. The launch must disable fused
-    multiply-add, so that the draw is compiled as written.
+    Weight row n is that of token n, or of ids[n] below `usable` if ids is not None. Row t belongs
+    to slot t // window, and draws at position[slot] + step + t % window. The launch must disable
+    fused multiply-add, so that the draw is compiled as written.
     """
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

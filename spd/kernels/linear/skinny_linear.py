@@ -1,9 +1,9 @@
 """Linear layers for a few rows, with the norm's statistics passed along with the residual stream.
 
-The residual stream x [T, K] has `squares` float32 [T, P]: P partial sums of the squares of each row of x
-as stored, for any P. Their sum over P, divided by K, is the mean square, so that a norm costs its reader
-one factor a row. The norm's scales are folded into the matrix that follows it when weights are loaded:
-W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
+The residual stream x [T, K] has `squares` float32 [T, P]: P partial sums of the squares of each row
+of x as stored, for any P. Their sum over P, divided by K, is the mean square, so that a norm costs
+its reader one factor a row. The norm's scales are folded into the matrix that follows it when
+weights are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
 A weight may also be a `TiledWeight`: codes of four or eight bits, with scales.
 """
@@ -51,7 +51,8 @@ class Norm(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """The sampling parameters of S slots' windows: row r of slot s is at position first[s] + step + r."""
+    """The sampling parameters of S slots' windows: row r of slot s is at position first[s] + step +
+    r."""
 
     seed: Tensor  # int64 [S]
     first: Tensor  # int64 [S]

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `skinny_linear`: one launch an operation, two for the draw; all tensors contiguous.
+"""Triton form of `skinny_linear`: one launch an operation, two for the draw; all tensors
+contiguous.
 
 `tile_limits` are the widest token tiles of the device.
 """
@@ -46,7 +47,8 @@ def _config(
     pair: bool = False,
     max_tile: int = TOKEN_TILES[-1],
 ) -> LinearConfig:
-    """Return the config for a weight, with gate and up rows together if `pair`, and x's token tile."""
+    """Return the config for a weight, with gate and up rows together if `pair`, and x's token
+    tile."""
     values = operands_of(weight)[0]
     n, k = weight.shape
     device = device_properties(weight.device)
@@ -58,7 +60,8 @@ def _config(
 
 
 def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the first arguments of a product's kernel: values or codes, scales, zeros, column factors."""
+    """Return the first arguments of a product's kernel: values or codes, scales, zeros, column
+    factors."""
     if isinstance(weight, TiledWeight):
         return weight.codes, weight.scales, weight.zeros, weight.columns
     return weight, None, None, None
@@ -67,10 +70,11 @@ def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None
 def launch_of(
     config: LinearConfig, weight: AnyWeight, x: Tensor, act: Activation | None = None
 ) -> dict[str, Any]:
-    """Return constants and options of a product's kernel; with a gated `act` a tile has rows of both halves.
+    """Return constants and options of a product's kernel; with a gated `act` a tile has rows of
+    both halves.
 
-    Multiply-adds may be fused for float32, which has one tile size and whose products consist of them.
-    Otherwise the tile would decide which pairs meet in a thread, and so are fused.
+    Multiply-adds may be fused for float32, which has one tile size and whose products consist of
+    them. Otherwise the tile would decide which pairs meet in a thread, and so are fused.
     """
     columns = weight.group if isinstance(weight, TiledWeight) else 0
     code = weight.kind if isinstance(weight, TiledWeight) and columns else None
@@ -90,7 +94,8 @@ def launch_of(
 
 
 def _split_constants(config: LinearConfig, squares: Tensor | None) -> dict[str, int]:
-    """Return constants of a product that may be split along K, of rows with partial sums of squares."""
+    """Return constants of a product that may be split along K, of rows with partial sums of
+    squares."""
     parts = 1 if squares is None else squares.shape[1]
     return {
         "SPLIT_K": config.split_k,
@@ -102,7 +107,8 @@ def _split_constants(config: LinearConfig, squares: Tensor | None) -> dict[str, 
 def _workspace(
     workspace: LinearWorkspace | None, n: int, rows: int, config: LinearConfig, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return partials and counters of a product: the workspace's, new ones, or None where K is unsplit."""
+    """Return partials and counters of a product: the workspace's, new ones, or None where K is
+    unsplit."""
     if config.split_k == 1:
         return None, None
     partials, counters = workspace_sizes(n, rows, config)
@@ -175,7 +181,10 @@ def norm_gate_up(
     *,
     tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> Tensor:
-    """Launch `Kernels.norm_gate_up`; a program holds gate rows and the up rows that belong to them."""
+    """Launch `Kernels.norm_gate_up`.
+
+    A program holds gate rows and the up rows that belong to them.
+    """
     rows, k = x.shape
     n = weight.shape[0] // 2
     config = _config(weight, x, tile_limits, pair=True)

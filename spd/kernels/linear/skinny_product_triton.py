@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The loops of the skinny kernels: a tile of weight rows times a tile of tokens, along K.
 
-Weights in int8 are converted to the tokens' type before the matrix unit, which is exact, and the scales of
-their rows multiply the float32 sums after the loop.
+Weights in int8 are converted to the tokens' type before the matrix unit, which is exact, and the
+scales of their rows multiply the float32 sums after the loop.
 
-CODE is the kind of a `TiledWeight`'s bytes; None: the weights are numbers. Byte j of a step of four-bit
-codes holds columns j and j + BLOCK_K / 2: each half is a separate tile, so nothing is shuffled. GROUP_K is
-such a half, or a multiple of the step.
+CODE is the kind of a `TiledWeight`'s bytes; None: the weights are numbers. Byte j of a step of
+four-bit codes holds columns j and j + BLOCK_K / 2: each half is a separate tile, so nothing is
+shuffled. GROUP_K is such a half, or a multiple of the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def per_byte(code):
 
 @triton.jit
 def load_weights(weight_rows, column, k, EVEN_K: tl.constexpr):
-    """Load weights [BLOCK_N, BLOCK_K], each read once and so the first to be evicted from the cache."""
+    """Load weights [BLOCK_N, BLOCK_K], each read once and so the first to be evicted from the
+    cache."""
     at = weight_rows + column[None, :]
     if EVEN_K:
         return tl.load(at, eviction_policy="evict_first")
@@ -59,7 +60,8 @@ def load_tokens(x, columns, row_t, rows, column, k, EVEN_K: tl.constexpr):
 
 @triton.jit
 def rows_of_weight(w, first, n, k, BLOCK_N: tl.constexpr):
-    """Return pointers to a tile's weight rows [BLOCK_N, 1], from row `first` on, at most the last of n."""
+    """Return pointers to a tile's weight rows [BLOCK_N, 1], from row `first` on, at most the last
+    of n."""
     row = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
     return w + first.to(tl.int64) * k + row[:, None] * k
 
@@ -93,7 +95,8 @@ def row_width(k, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
 
 @triton.jit
 def code_values(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the values of codes uint8 [N, K], exact in a type; zeros uint8 [N, 1], or None for 8 or 128.
+    """Return the values of codes uint8 [N, K], exact in a type; zeros uint8 [N, 1], or None for 8
+    or 128.
 
     HIGH: codes are the upper half of each byte, else the lower one, where a byte holds two.
     """
@@ -128,7 +131,10 @@ def code_values(codes, zeros, HIGH: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def load_group(parameters, group, k, GROUP_K: tl.constexpr):
-    """Load a group's scales or zeros [BLOCK_N, 1]; 0 beyond the last group, where there are no columns."""
+    """Load a group's scales or zeros [BLOCK_N, 1].
+
+    0 beyond the last group, where there are no columns.
+    """
     if parameters is not None:
         inside = tl.full((1,), group, tl.int32) < tl.cdiv(k, GROUP_K)
         return tl.load(parameters + group, mask=inside, other=0)[:, None]
@@ -151,7 +157,10 @@ def add_code_product(
     BLOCK_K,
     EVEN_K,
 ):
-    """Return total [BLOCK_N, BLOCK_T] plus a step of codes by tokens; each group's sum is scaled in order."""
+    """Return total [BLOCK_N, BLOCK_T] plus a step of codes by tokens.
+
+    Each group's sum is scaled in order.
+    """
     HALF: tl.constexpr = BLOCK_K // per_byte(CODE)
     DTYPE: tl.constexpr = x.dtype.element_ty
     column = start + tl.arange(0, HALF)
@@ -229,9 +238,11 @@ def gate_and_up(
     w, scale, zero, columns, x, first, row_t, rows, n, k,
     GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
-    """Return the products of gate rows from `first` on and of the up rows n below: [BLOCK_N, BLOCK_T] each.
+    """Return the products of gate rows from `first` on and of the up rows n below: [BLOCK_N,
+    BLOCK_T] each.
 
-    Two tiles too short for the matrix unit are multiplied as one. Weights of tall ones have 16 bits or more.
+    Two tiles too short for the matrix unit are multiplied as one. Weights of tall ones have 16 bits
+    or more.
     """
     width = row_width(k, BLOCK_K, CODE)
     if BLOCK_N >= 64:

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Conversion of weights' bytes to a 16-bit type, four at a time by packed instructions, all exact.
 
-A code is put into the bits of a number: below the leading one of 128 or 1024, or as exponent and mantissa,
-which is wrong by a power of two. A multiply-add corrects both. On an H200 products by four bits are twice as
-fast as with Triton's conversions, by FP8 1.3 times; Triton's conversion of int8 is faster.
+A code is put into the bits of a number: below the leading one of 128 or 1024, or as exponent and
+mantissa, which is wrong by a power of two. A multiply-add corrects both. On an H200 products by
+four bits are twice as fast as with Triton's conversions, by FP8 1.3 times; Triton's conversion of
+int8 is faster.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def uses_packed_instructions(dtype):
 def conversion_assembly(kind, high, half):
     """Return PTX that converts four bytes $2 to four numbers $0 $1; int4 subtracts the bytes $3.
 
-    kind: int4 or e2m1, of each byte's high half or its low one, or e4m3. half: float16, not bfloat16.
+    kind: int4 or e2m1, of each byte's high half or its low one, or e4m3. half: float16, not
+    bfloat16.
     """
     fma = f"fma.rn.{'f16x2' if half else 'bf16x2'} w, w, a, b;"
     unit_pair, lift = (0x3C003C00, 0x64646464) if half else (0x3F803F80, 0x43434343)
@@ -71,7 +73,8 @@ def conversion_assembly(kind, high, half):
 
 @triton.jit
 def unpack_codes(codes, zeros, KIND: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """Numbers of a type from bytes, whole or of half a byte, and of int4 less zeros: see `assembly`."""
+    """Numbers of a type from bytes, whole or of half a byte, and of int4 less zeros: see
+    `assembly`."""
     bits = tl.inline_asm_elementwise(
         conversion_assembly(KIND, HIGH, tl.float16 == DTYPE), "=r,=r,r,r", [codes, zeros],
         dtype=tl.int16, is_pure=True, pack=4,

@@ -1,7 +1,7 @@
 """Compile this folder's C kernels for this processor, once, with the machine's compiler. No torch.
 
-The library is cached in a folder of the user, keyed by the sources, the compiler and the processor, with its
-hash at its end. A copy in memory of the verified bytes is loaded.
+The library is cached in a folder of the user, keyed by the sources, the compiler and the processor,
+with its hash at its end. A copy in memory of the verified bytes is loaded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ MAX_FILE_BYTES = (
 
 
 UNCACHED_LIBRARIES: dict[str, bytes] = {}
-"""Libraries that this process compiled and could not cache, by file name; they are not compiled again."""
+"""Libraries that this process compiled and could not cache, by file name.
+
+They are not compiled again.
+"""
 
 
 class NativeUnavailable(Exception):
@@ -115,7 +118,10 @@ def usable_instructions(dtype: str) -> list[str]:
 
 
 def unavailable_reason() -> str | None:
-    """Return the reason why this machine cannot compile the kernels, or None; nothing is compiled."""
+    """Return the reason why this machine cannot compile the kernels, or None.
+
+    Nothing is compiled.
+    """
     if instructions() is None:
         return "this processor has neither AVX2 with FMA nor NEON"
     return (
@@ -128,11 +134,12 @@ def unavailable_reason() -> str | None:
 def library_path(
     folder: Callable[[], Path], chosen_instructions: str | None = None, *, dtype: str = "bfloat16"
 ) -> Path:
-    """Return the path of the compiled library: cached in the folder that `folder` returns, or compiled now.
+    """Return the path of the compiled library: cached in the folder that `folder` returns, or
+    compiled now.
 
-    It is compiled now, too, with a warning, where the cached one is broken or other users could have written
-    it. Another warning is logged where it cannot be cached. chosen_instructions: None for the best; dtype:
-    one of `DTYPE_FLAGS`. Raises NativeUnavailable.
+    It is compiled now, too, with a warning, where the cached one is broken or other users could
+    have written it. Another warning is logged where it cannot be cached. chosen_instructions: None
+    for the best; dtype: one of `DTYPE_FLAGS`. Raises NativeUnavailable.
     """
     if (reason := unavailable_reason()) is not None:
         raise NativeUnavailable(reason)
@@ -173,7 +180,8 @@ def library_path(
 
 
 def read_cached(place: Path) -> bytes:
-    """Read a cached file; empty if it is no file. Raises OSError, and ValueError if others may write it."""
+    """Read a cached file; empty if it is no file. Raises OSError, and ValueError if others may
+    write it."""
     with open(
         place, "rb", opener=lambda path, _: os.open(path, os.O_NOFOLLOW | os.O_NONBLOCK)
     ) as file:
@@ -195,8 +203,8 @@ def _read(path: Path) -> bytes:
 def _store(path: Path, library: bytes) -> None:
     """Write a library and its hash, and read it back as the next process will.
 
-    A process that reads an incomplete file finds it broken and compiles the library itself. Raises as
-    `_read` does, after removing the file.
+    A process that reads an incomplete file finds it broken and compiles the library itself. Raises
+    as `_read` does, after removing the file.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -219,7 +227,8 @@ def _warn_once(message: str) -> None:
 
 @cache
 def _in_memory(library: bytes) -> Path:
-    """Return a path to load that nothing else can write. It stays open: loaders key libraries by path."""
+    """Return a path to load that nothing else can write. It stays open: loaders key libraries by
+    path."""
     descriptor = os.memfd_create("spd-kernels")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(library)
@@ -237,7 +246,8 @@ def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
-    """Compile the library in a new folder, where relative paths in the environment resolve to nothing."""
+    """Compile the library in a new folder, where relative paths in the environment resolve to
+    nothing."""
     from tempfile import TemporaryDirectory
 
     sources = [str(Path(__file__).with_name(name)) for name in SOURCES]

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Calls of the functions of a compiled C library, with tensors, numbers and structures as arguments."""
+"""Calls of the functions of a compiled C library, with tensors, numbers and structures as
+arguments."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ STRUCTURES = {
     "delta_rule": "2P2l10P6li",
     "gated_norm": "4P5lfi",
 }
-"""The structures of the C functions that run on several threads, in the notation of the module struct."""
+"""The structures of the C functions that run on several threads, in the notation of the module
+struct."""
 
 
 def round_structure(state: RoundTensors) -> bytes:
@@ -114,12 +116,14 @@ class NativeCalls(TorchKernels):
         self.library = library
         self.calls: list[Step] | None = None
         self.scratch_storages = [torch.UntypedStorage(0)]
-        """Memory for a product's rows: the last one is used; recordings use those they began with."""
+        """Memory for a product's rows: the last one is used; recordings use those they began
+        with."""
         self.threads = torch.get_num_threads()
 
     @contextmanager
     def record_calls(self, calls: list[Step]) -> Iterator[None]:
-        """Append calls of C functions, with arguments that need no conversion, instead of making them."""
+        """Append calls of C functions, with arguments that need no conversion, instead of making
+        them."""
         self.calls = calls
         try:
             yield
@@ -145,7 +149,8 @@ class NativeCalls(TorchKernels):
         self.call(name, pack_structure(STRUCTURES[name], *operands), self.threads)
 
     def scratch_address(self, tiles: int) -> int:
-        """Return the address of memory for left-side tiles, float32 in float32 products, and row sums."""
+        """Return the address of memory for left-side tiles, float32 in float32 products, and row
+        sums."""
         size = tiles * (2 * TILE_BYTES + SUM_BYTES)
         if self.scratch_storages[-1].nbytes() < size:
             size = max(size, 2 * self.scratch_storages[-1].nbytes())

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-call"
-"""The compiled C kernels as operations on tensors: bfloat16 or float32 on CPU, for any number of rows."""
+"""The compiled C kernels as operations on tensors: bfloat16 or float32 on CPU, for any number of
+rows."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class NativePlan(AttentionPlan):
 
 
 class NativeKernels(NativeRounds):
-    """The set "native": the operations of one compiled library, and torch's for those that it lacks.
+    """The set "native": the operations of one compiled library, and torch's for those that it
+    lacks.
 
     For one thread at a time: products share scratch memory for their rows. See
     `spd.kernels.interface.Kernels` for the contracts.
@@ -68,7 +70,8 @@ class NativeKernels(NativeRounds):
         pools: Pools,
         num_heads: int,
     ) -> Tensor:
-        """Compute `Kernels.rotary_store` by C; positions are not None, the norm's scales are float32.
+        """Compute `Kernels.rotary_store` by C; positions are not None, the norm's scales are
+        float32.
 
         A page has a layout that only these kernels read, head by head: as if it were [K, page, D].
         """
@@ -113,7 +116,10 @@ class NativeKernels(NativeRounds):
         params: AttentionParams,
         rank: int | None = None,
     ) -> Tensor:
-        """Compute `Kernels.paged_attention` by C; values have `rank` elements, or as many as keys."""
+        """Compute `Kernels.paged_attention` by C.
+
+        Values have `rank` elements, or as many as keys.
+        """
         assert isinstance(plan, NativePlan)
         page, kv_heads, size = pools[0].shape[1:]
         table = plan.page_table
@@ -231,7 +237,10 @@ class NativeKernels(NativeRounds):
         tensors: SamplingTensors,
         stream: int = STREAM_TARGET,
     ) -> tuple[Tensor, Tensor]:
-        """Compute `Kernels.sample_rows` by C; bias, penalties, minimum length and masks by torch."""
+        """Compute `Kernels.sample_rows` by C.
+
+        Bias, penalties, minimum length and masks are applied by torch.
+        """
         steps = (tensors.bias, tensors.generated, tensors.min_length, tensors.mask)
         if any(step is not None for step in steps):
             logits = adjust_rows(logits, draft, tensors)
@@ -424,7 +433,8 @@ class NativeKernels(NativeRounds):
 
 
 def open_library(cache: Callable[[], Path], dtype: str) -> NativeKernels:
-    """Return the library of a dtype in the folder that `cache` returns, compiled if it is not there.
+    """Return the library of a dtype in the folder that `cache` returns, compiled if it is not
+    there.
 
     Raises NativeUnavailable.
     """

@@ -53,7 +53,8 @@ def pack_structure(form: str, *operands: Operand) -> bytes:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [N, K], or one for each of several heads or experts, as tiles; gated: half of it are gates.
+    """A weight [N, K], or one for each of several heads or experts, as tiles; gated: half of it are
+    gates.
 
     The tiles of a quantized weight are codes, with `quant_parameters` of groups of columns.
     """
@@ -130,10 +131,11 @@ class PackedProducts(Protocol):
         epsilon: float = 0.0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Return x [T, K] Wᵀ + bias float32 [N] + residual [T, N]: [T, N], or [T, N / 2] behind gates.
+        """Return x [T, K] Wᵀ + bias float32 [N] + residual [T, N]: [T, N], or [T, N / 2] behind
+        gates.
 
-        norm: float32 [K], scales of an RMS norm of x before the product. Sums are float32, rounded once. Of
-        x [T, H, K] each head is multiplied by its own of H weights.
+        norm: float32 [K], scales of an RMS norm of x before the product. Sums are float32, rounded
+        once. Of x [T, H, K] each head is multiplied by its own of H weights.
         """
         ...
 
@@ -144,15 +146,17 @@ class PackedProducts(Protocol):
     def norm(
         self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the RMS norm of x [T, N] with scales float32 [N], plus residual [T, N], rounded once."""
+        """Return the RMS norm of x [T, N] with scales float32 [N], plus residual [T, N], rounded
+        once."""
         ...
 
 
 def in_column_blocks(part: Tensor, gated: bool) -> Tensor:
-    """Return quantization parameters [E, N, G] as [E, blocks, G, 32], in the order of a block's columns.
+    """Return quantization parameters [E, N, G] as [E, blocks, G, 32], in the order of a block's
+    columns.
 
-    gated: the first half of the rows are gates; a block has 16 of them and their 16 input rows. Rows are
-    padded with zeros.
+    gated: the first half of the rows are gates; a block has 16 of them and their 16 input rows.
+    Rows are padded with zeros.
     """
     count, rows, groups = part.shape
     if gated:

@@ -146,7 +146,8 @@ class NativeProducts(NativeCalls):
     def norm(
         self, x: Tensor, weight: Tensor, epsilon: float, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the RMS norm of x [T, N] with scales float32 [N], plus residual [T, N], rounded once."""
+        """Return the RMS norm of x [T, N] with scales float32 [N], plus residual [T, N], rounded
+        once."""
         x = x.contiguous()
         y = torch.empty(x.shape, dtype=self.dtype)
         self.call_threads("norm", x, residual, weight, y, *x.shape, epsilon)

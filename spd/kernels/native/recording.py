@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Programs on the CPU, recorded once and replayed without their Python, as CUDA graphs are on a GPU.
+"""Programs on the CPU, recorded once and replayed without their Python, as CUDA graphs are on a
+GPU.
 
-A program is a sequence of C functions and of torch's operations on tensors at fixed addresses. Recording
-writes nothing to them: no C function and no in-place operation runs, and the results of steps are zeros. The
-results of steps are allocated in one pool.
+A program is a sequence of C functions and of torch's operations on tensors at fixed addresses.
+Recording writes nothing to them: no C function and no in-place operation runs, and the results of
+steps are zeros. The results of steps are allocated in one pool.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from spd.kernels.native.calls import NativeCalls, Step
 Result = TypeVar("Result")
 
 POOL_BYTES = 64 << 20
-"""Bytes of a pool. Programs with larger results are not recorded: Python is a small part of their time."""
+"""Bytes of a pool. Programs with larger results are not recorded: Python is a small part of their
+time."""
 ALIGNMENT = 64
 SYNCHRONIZING = frozenset({"nonzero", "masked_select", "lift_fresh"})
 """Operations whose result's size depends on values, or that copy a value of the host."""
@@ -46,7 +48,8 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's default would import its compiler, which is not used, for two seconds."""
+        """Return False: torch's default would import its compiler, which is not used, for two
+        seconds."""
         return False
 
     def __torch_dispatch__(
@@ -134,7 +137,8 @@ def record(
 ) -> tuple[Callable[[], None], Result]:
     """Return a function that replays a program, and the result, which each replay overwrites.
 
-    pool: uint8 [N], which any number of recordings that run in turn may share. Raises NotRecordable.
+    pool: uint8 [N], which any number of recordings that run in turn may share. Raises
+    NotRecordable.
     """
     recording = Recording(pool)
     with torch.inference_mode(), library.record_calls(recording.steps), recording:

@@ -1,14 +1,14 @@
 """The gated delta rule: a state for each head that each token decays, corrects and then queries.
 
 The state written back is that of committed tokens only. The tokens after it, which the next round
-accepts or rejects, are stored in rings as the recurrence consumed them, and a pass begins by applying
-those that were accepted. So the state is read once and written once a pass, however many drafts it
-verifies, and each token's update is the same float32 arithmetic whether it is decoded, verified, or
-applied again.
+accepts or rejects, are stored in rings as the recurrence consumed them, and a pass begins by
+applying those that were accepted. So the state is read once and written once a pass, however many
+drafts it verifies, and each token's update is the same float32 arithmetic whether it is decoded,
+verified, or applied again.
 
-Full prompt chunks are computed by a few products instead of a step a token: within a chunk, each token's
-write to the state depends on the writes of the tokens before it, a triangular system that is solved once.
-Its sums have another order, so full chunks are a program of their own.
+Full prompt chunks are computed by a few products instead of a step a token: within a chunk, each
+token's write to the state depends on the writes of the tokens before it, a triangular system that
+is solved once. Its sums have another order, so full chunks are a program of their own.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ class DeltaMemory(NamedTuple):
 
 
 class DeltaRule(NamedTuple):
-    """The update of a head's state by a token; it decays by exp(-exp(rate) * softplus(step + bias)) first."""
+    """The update of a head's state by a token.
+
+    It decays by exp(-exp(rate) * softplus(step + bias)) first.
+    """
 
     rate: Tensor  # float32 [H]
     bias: Tensor  # float32 [H]
     corrects: bool = True  # False as in Mamba-2: a value is added without subtracting the state's
 
     def gates(self, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the decay's logarithm and the factor of the correction or value, float32 [..., H] each."""
+        """Return the decay's logarithm and the factor of the correction or value, float32 [..., H]
+        each."""
         steps = raw.float()
         size = self.rate.shape[0]
         amount = steps[..., :size].sigmoid() if self.corrects else softplus(steps + self.bias)
@@ -59,7 +63,8 @@ def normalize(x: Tensor) -> Tensor:
 def _apply_token(
     state: Tensor, key: Tensor, value: Tensor, gates: Tensor, corrects: bool
 ) -> Tensor:
-    """Return the state [H, dk, dv] after one token: key [H, dk, 1], value [H, 1, dv], gates [H, 2]."""
+    """Return the state [H, dk, dv] after one token: key [H, dk, 1], value [H, 1, dv], gates [H,
+    2]."""
     state = state * gates[:, 0, None, None]
     if corrects:
         value = value - (state * key).sum(1, keepdim=True)

@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Triton forms of `delta_rule` and `delta_chunks`.
 
-A program holds a block of columns of one head's state in registers from the first token to apply to the
-last row: the state is read once and written once. One loop body handles tokens from the ring and rows of
-the pass, and products are fused with sums only by an explicit fma, so that both give the same bits. For a
-prompt chunk the systems of all its parts are solved in parallel, then the state is updated part by part.
+A program holds a block of columns of one head's state in registers from the first token to apply to
+the last row: the state is read once and written once. One loop body handles tokens from the ring
+and rows of the pass, and products are fused with sums only by an explicit fma, so that both give
+the same bits. For a prompt chunk the systems of all its parts are solved in parallel, then the
+state is updated part by part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import clear_around, load_run
 
 STATE_COLUMNS = 32
-"""Columns of a state in one program; one that loops over rows is one warp, so its sums need no barrier."""
+"""Columns of a state in one program.
+
+One that loops over rows is one warp, so its sums need no barrier.
+"""
 PART = 16
 """Columns of keys and rows of a state that are multiplied at once."""
 PRECISION = tl.constexpr("tf32x3")
@@ -30,7 +34,8 @@ PRECISION = tl.constexpr("tf32x3")
 
 @triton.jit
 def load_raw_gates(raw_gates, within, H: tl.constexpr, CORRECTS: tl.constexpr):
-    """Load raw gates: the step, which determines the decay, and the correction (or the step again)."""
+    """Load raw gates: the step, which determines the decay, and the correction (or the step
+    again)."""
     step = tl.load(raw_gates + CORRECTS * H, mask=within, other=0.0).to(tl.float32)
     amount = step
     if CORRECTS:
@@ -40,7 +45,8 @@ def load_raw_gates(raw_gates, within, H: tl.constexpr, CORRECTS: tl.constexpr):
 
 @triton.jit
 def activate_gates(step, amount, rate, bias, CORRECTS: tl.constexpr):
-    """Return the logarithm of the decay, and the factor of the correction or value, of raw gates."""
+    """Return the logarithm of the decay, and the factor of the correction or value, of raw
+    gates."""
     x = step + bias
     small = tl.exp(x)
     rounded = tl.where(x < -6.0, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
@@ -53,7 +59,10 @@ def activate_gates(step, amount, rate, bias, CORRECTS: tl.constexpr):
 
 @triton.jit
 def inverse_length(squares, EPSILON: tl.constexpr, CORRECTS: tl.constexpr):
-    """Return the factor that norms queries or keys of these sums of squares; 1 where nothing is normed."""
+    """Return the factor that norms queries or keys of these sums of squares.
+
+    1 where nothing is normed.
+    """
     if CORRECTS:
         return tl.rsqrt(squares + EPSILON)
     return squares * 0.0 + 1.0
@@ -64,7 +73,8 @@ def load_token(
     mixed, raw_gates, keys, values, gates, position, end, start, first, place, head, i, j, gate_stride,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Load a position's token: from the rings before start, from the pass's rows before end, else zeros."""
+    """Load a position's token: from the rings before start, from the pass's rows before end, else
+    zeros."""
     is_new = (position >= start) & (position < end)
     in_ring = position < start
     row = first + position - start
@@ -88,7 +98,10 @@ def load_token(
 
 @triton.jit
 def activate_token(query, key, step, amount, decay, correct, is_new, rate, bias, EPSILON, CORRECTS):
-    """Return a token's normed query and key, decay and correction; those of the rings are stored so."""
+    """Return a token's normed query and key, decay and correction.
+
+    Those of the rings are stored so.
+    """
     log_decay, new_correct = activate_gates(step, amount, rate, bias, CORRECTS)
     decay = tl.where(is_new, tl.exp(log_decay), decay)
     correct = tl.where(is_new, new_correct, correct)
@@ -111,7 +124,8 @@ def store_token(
     keys, values, gates, key, value, decay, correct, place, head, i, j, is_new, writes_keys, writes_gates,
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write a new token to the rings: its value, and in the programs of a first block key and gates."""
+    """Write a new token to the rings: its value, and in the programs of a first block key and
+    gates."""
     key_at = keys + (place * HK + head // (H // HK)) * WIDTH
     gates_at = gates + (place * H + head) * 2
     tl.store(key_at + i, key, mask=i < tl.where(is_new & writes_keys, WIDTH, 0))
@@ -129,7 +143,7 @@ def delta_rule_kernel(
     scale, H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Apply a run's tokens to COLUMNS columns of one head's state; each is loaded one token early."""
+    """Apply a run's tokens, each loaded early, to COLUMNS columns of one head's state."""
     wait_and_release(PDL)
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -239,7 +253,8 @@ def _constants(rule: DeltaRule, memory: DeltaMemory) -> dict[str, float]:
 
 @triton.jit
 def load_rows(source, within, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load columns [first, first + ROWS) of rows of WIDTH float32 values at source [L]; zeros beyond."""
+    """Load columns [first, first + ROWS) of rows of WIDTH float32 values at source [L]; zeros
+    beyond."""
     i = first + tl.arange(0, ROWS)
     return tl.load(
         source[:, None] + i[None, :], mask=within[:, None] & (i < WIDTH)[None, :], other=0.0
@@ -265,7 +280,8 @@ def delta_solve_kernel(
     H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
     L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store one chunk's scores between its rows, and the inverse of its triangular system, for one head."""
+    """Store one chunk's scores between its rows, and the inverse of its triangular system, for one
+    head."""
     wait_and_release(PDL)
     run = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -321,7 +337,8 @@ def delta_solve_kernel(
 def update_state(
     part_at, key_at, written, log_decay, within, written_rows, j, ROWS, PART, WIDTH, SIZE
 ):
-    """Decay a state by a chunk's decay and add the products of keys and written values, PART rows a time."""
+    """Decay a state by a chunk's decay and add the products of keys and written values, PART rows a
+    time."""
     for part in range(0, ROWS, PART):
         key = load_rows(key_at, within, part, PART, WIDTH)
         i = part + tl.arange(0, PART)
@@ -340,7 +357,8 @@ def update_state(
 def query_state(
     part_at, query_at, key_at, within, written_rows, j, L, COLUMNS, ROWS, PART, WIDTH, SIZE
 ):
-    """Multiply a state by a chunk's keys and queries: [L, COLUMNS] each, and their sums of squares [L]."""
+    """Multiply a state by a chunk's keys and queries: [L, COLUMNS] each, and their sums of squares
+    [L]."""
     predicted = tl.zeros((L, COLUMNS), tl.float32)
     read = tl.zeros((L, COLUMNS), tl.float32)
     query_square = tl.zeros((L,), tl.float32)

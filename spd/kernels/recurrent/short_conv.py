@@ -1,8 +1,8 @@
 """A causal convolution over a few positions, channel by channel, over rows and earlier inputs.
 
-Recurrent layers have, for each slot, rings by absolute position: position t is stored at t % D. A pass
-writes its rows and reads those of earlier passes. A rejected draft needs no rollback: its entry is
-overwritten by the token that replaces it before it is read.
+Recurrent layers have, for each slot, rings by absolute position: position t is stored at t % D. A
+pass writes its rows and reads those of earlier passes. A rejected draft needs no rollback: its
+entry is overwritten by the token that replaces it before it is read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Segments(NamedTuple):
         return self.table[4]
 
     def runs(self) -> list[list[int]]:
-        """Return [slot, first, count, start, keep, applied] of the runs with rows; waits for the device."""
+        """Return [slot, first, count, start, keep, applied] of the runs with rows.
+
+        Waits for the device.
+        """
         run_table = torch.cat((self.table, self.applied[self.table[0]][None]))
         return [run for run in run_table.T.tolist() if run[2]]
 

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `short_conv`: a program loops over consecutive rows of one run for a block of channels."""
+"""Triton form of `short_conv`: a program loops over consecutive rows of one run for a block of
+channels."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ROWS_A_PROGRAM = 4
 
 @triton.jit
 def load_run(table, applied, run, G):
-    """Load slot, first row, row count, first position, position to keep and applied position of a run."""
+    """Load slot, first row, row count, first position, position to keep and applied position of a
+    run."""
     slot = tl.load(table + run)
     first = tl.load(table + G + run)
     count = tl.load(table + 2 * G + run)
@@ -47,7 +49,8 @@ def short_conv_kernel(
     C: tl.constexpr, TAPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Convolve a run's rows; inputs of earlier passes come from the ring, those of this pass from x.
+    """Convolve a run's rows; inputs of earlier passes come from the ring, those of this pass from
+    x.
 
     All rows that read the ring belong to the first program, which then writes the ring.
     """

@@ -1,4 +1,5 @@
-"""The end of a verification: the committed tokens, the reason why a slot ends, and the host's record."""
+"""The end of a verification: the committed tokens, the reason why a slot ends, and the host's
+record."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ FULL = 2
 FAILED = 3
 
 EMISSION_HEAD = 7
-"""Columns before the k + 1 samples and the k drafts: `Emission`'s up to match, with k after reason."""
+"""Columns before the k + 1 samples and the k drafts: `Emission`'s up to match, with k after
+reason."""
 
 
 class Emission(NamedTuple):
@@ -53,7 +55,8 @@ def read_emission(row: list[int]) -> Emission:
 
 
 def coupled_verify(draft: Tensor, sampled: Tensor, num_drafts: Tensor) -> Tensor:
-    """Return the number of leading drafts that equal the target's draws, and are accepted: int64 [S].
+    """Return the number of leading drafts that equal the target's draws, and are accepted: int64
+    [S].
 
     draft [S, k]; sampled [S, k + 1], the target's token for each row of the window; num_drafts [S],
     how many of the k are valid. The token sampled[s, accepted[s]] is the recovered or bonus token.

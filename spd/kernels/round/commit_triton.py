@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `round_commit`: one launch, one program a slot, the only one that accesses its state."""
+"""Triton form of `round_commit`: one launch, one program a slot, the only one that accesses its
+state."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton form of `ngram_lookup`: a few programs a slot scan its tokens, and one picks the best match.
+"""Triton form of `ngram_lookup`: a few programs a slot scan its tokens, and one picks the best
+match.
 
-A match is one int64, its length in the upper half and the position of its end in the lower, so that the
-greatest is the longest and of equals the latest. Short rows are scanned by one program, in one launch.
+A match is one int64, its length in the upper half and the position of its end in the lower, so that
+the greatest is the longest and of equals the latest. Short rows are scanned by one program, in one
+launch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ ONE_PROGRAM = 5 * BLOCK
 
 @triton.jit
 def suffix_lengths(row, ends, last, ngram_max):
-    """Return how many tokens back from each end equal those back from `last`, at most ngram_max; int64."""
+    """Return how many tokens back from each end equal those back from `last`, at most ngram_max;
+    int64."""
     TOKENS_A_TURN: tl.constexpr = 4
     final = tl.load(row + last)
     end_tokens = tl.load(row + ends, mask=ends < last, other=0)
@@ -49,7 +52,8 @@ def suffix_lengths(row, ends, last, ngram_max):
 def write_draft(
     row, best, last, is_active, ngram_min, k, draft, num_drafts, match, DRAFTS, KEEP_DRAFTS
 ):
-    """Write the tokens after the best match, repeated periodically beyond the last token, and its length."""
+    """Write the tokens after the best match, repeated periodically beyond the last token, and its
+    length."""
     end = best & 0xFFFFFFFF
     has_match = (best >> 32) >= ngram_min
     is_replaced = (has_match & is_active) | (KEEP_DRAFTS == 0)
@@ -70,7 +74,10 @@ def walk_kernel(
     tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
     ngram_max, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr, KEEP_DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Find the best match in blocks part, part + PARTS, ... of one slot; a single part writes the draft."""
+    """Find the best match in blocks part, part + PARTS, ... of one slot.
+
+    A single part writes the draft.
+    """
     s = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tokens + s * tokens_stride

@@ -1,8 +1,9 @@
-"""The input rows of a round: the last committed token and drafts for the target, others for a draft model.
+"""The input rows of a round: the last committed token and drafts for the target, others for a draft
+model.
 
-A draft model's rows are first the committed tokens that are not in its cache, then its drafts one by one.
-The device records when a round's parts began and ended: its row of `times` is counter % depth, and the last
-mark of a round increments the counter.
+A draft model's rows are first the committed tokens that are not in its cache, then its drafts one
+by one. The device records when a round's parts began and ended: its row of `times` is counter %
+depth, and the last mark of a round increments the counter.
 """
 
 from __future__ import annotations
@@ -148,7 +149,10 @@ def _rows(
     paging: Paging,
     first: Tensor | None,
 ) -> Rows:
-    """Return rows at positions [S, W]; those outside the limits or of slots not chosen are invalid."""
+    """Return rows at positions [S, W].
+
+    Those outside the limits or of slots not chosen are invalid.
+    """
     valid = chosen.unsqueeze(-1) & (positions >= 0) & (positions < state.draft_limit.unsqueeze(-1))
     if first is not None:
         valid &= positions >= first.unsqueeze(-1)

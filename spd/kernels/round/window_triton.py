@@ -78,7 +78,10 @@ def mark_time(times: Tensor, counter: Tensor, column: int, advance: bool) -> Non
 
 @triton.jit
 def page_slots(table_row, positions, valid, table_width, trash_slot, PAGE: tl.constexpr):
-    """Return the pools' slots of positions, which are not negative; `trash_slot` where not valid."""
+    """Return the pools' slots of positions, which are not negative.
+
+    `trash_slot` where not valid.
+    """
     columns = tl.minimum(positions // PAGE, table_width - 1)
     pages = tl.load(table_row + columns, mask=valid, other=0)
     return tl.where(valid, pages * PAGE + positions % PAGE, trash_slot)

@@ -1,9 +1,10 @@
 """The two opt-in rules that test a draft's probability instead of drawing the target's token.
 
-Both preserve the target's joint distribution, but single tokens depend on the drafts. Drafts, acceptance
-and residuals have separate streams of noise; one shared by two of them would be a bias. So would be a
-random number that two rounds use: a block rejected early has used the drafts and tests of positions that
-the next round reaches. The noise of a window's row is therefore keyed by the row as well.
+Both preserve the target's joint distribution, but single tokens depend on the drafts. Drafts,
+acceptance and residuals have separate streams of noise; one shared by two of them would be a bias.
+So would be a random number that two rounds use: a block rejected early has used the drafts and
+tests of positions that the next round reaches. The noise of a window's row is therefore keyed by
+the row as well.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def draft_ratios(target: Tensor, draft_probs: Tensor, draft: Tensor) -> Tensor:
 def block_chances(
     target: Tensor, draft_probs: Tensor, draft: Tensor, num_drafts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return each prefix's chance to pass [S, k], and the joint ratios [S, k + 1] of its residual."""
+    """Return each prefix's chance to pass [S, k], and the joint ratios [S, k + 1] of its
+    residual."""
     ratios = draft_ratios(target, draft_probs, draft)
     joint = [torch.ones_like(target[:, 0, 0])]
     chances = []
@@ -107,8 +109,8 @@ def last_token_weights(
 ) -> Tensor:
     """Return the unnormalised distribution [S, V] of the token after the accepted drafts.
 
-    It is the target's row p if no draft was rejected, else max(scale * p - q, 0) with scale [S] and the
-    draft's distribution q; p where rounding left no excess.
+    It is the target's row p if no draft was rejected, else max(scale * p - q, 0) with scale [S] and
+    the draft's distribution q; p where rounding left no excess.
     """
     at = accepted.view(-1, 1, 1).expand(-1, 1, target.shape[-1])
     p = target.gather(1, at).squeeze(1)
@@ -130,7 +132,10 @@ def acceptance_uniforms(seed: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw_last(weights: Tensor, rejected: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """Draw a token [S] with probability proportional to weights [S, V]; rejected [S] selects the stream."""
+    """Draw a token [S] with probability proportional to weights [S, V].
+
+    The stream depends on rejected [S].
+    """
     vocab_size = weights.shape[-1]
     residual = gumbel(seed, position, STREAM_RESIDUAL, vocab_size)
     bonus = gumbel(seed, position, STREAM_TARGET, vocab_size)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Rejection and block verification on the GPU: one program a slot decides, blocks draw the last token.
+"""Rejection and block verification on the GPU: one program a slot decides, blocks draw the last
+token.
 
-The block rule needs sums over the vocabulary first; each block's sum is stored, and they are added in a
-fixed order.
+The block rule needs sums over the vocabulary first; each block's sum is stored, and they are added
+in a fixed order.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def excess_kernel(
     target, draft_probs, draft, num_drafts, sums, drafts, vocab_size, ONE_HOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a block's part of the excess after i + 1 drafts, if another follows: float32 [S, k, blocks]."""
+    """Store a block's part of the excess after i + 1 drafts, if another follows: float32 [S, k,
+    blocks]."""
     slot = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1)
     block = tl.program_id(2)
@@ -94,7 +96,8 @@ def decide_kernel(
     target, draft_probs, draft, num_drafts, seed, positions, sums, accepted, scales, drafts, vocab_size,
     blocks, ONE_HOT: tl.constexpr, BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Store a slot's accepted drafts, int64 [S], and the scale of the last row's residual, float32 [S]."""
+    """Store a slot's accepted drafts, int64 [S], and the scale of the last row's residual, float32
+    [S]."""
     slot = tl.program_id(0).to(tl.int64)
     valid_drafts = tl.minimum(tl.load(num_drafts + slot), drafts)
     index = tl.arange(0, BLOCKS)
@@ -130,7 +133,8 @@ def last_token_kernel(
     target, draft_probs, draft, num_drafts, seed, positions, accepted, scales, ranks, drafts, vocab_size,
     ONE_HOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a block's greatest ranks in the row after the accepted drafts, by residual and by the target.
+    """Store a block's greatest ranks in the row after the accepted drafts, by residual and by the
+    target.
 
     int64 [S, blocks, 2], with the same noise; both are the target's where no draft was rejected.
     """
@@ -252,7 +256,8 @@ def _accept(
     by_block: bool,
     one_hot: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the accepted drafts, int64 [S], and the scales of the last rows' residuals, float32 [S]."""
+    """Return the accepted drafts, int64 [S], and the scales of the last rows' residuals, float32
+    [S]."""
     slots, rows, vocab_size = target.shape
     drafts = rows - 1
     blocks = ceil_div(vocab_size, BLOCK)

@@ -19,7 +19,10 @@ STREAM_TARGET = 0  # the stream of emitted draws; coupled draft models use it, t
 
 
 def _multiply_high_low(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """Return high and low 32 bits of value * multiplier, both below 2**32; int64 wraps, and loses no bit."""
+    """Return high and low 32 bits of value * multiplier, both below 2**32.
+
+    Int64 wraps, and loses no bit.
+    """
     product = value * multiplier
     return (product >> 32) & MASK, product & MASK
 
@@ -48,8 +51,8 @@ def philox(
 def random_bits(seed: Tensor, position: Tensor, stream: int | Tensor, vocab_size: int) -> Tensor:
     """Return 32 random bits for every token id: int64 [..., V] from seed [...] and position [...].
 
-    Key: the two halves of the 64-bit seed. Counter: (v >> 2, position, stream, 0), lane v & 3. stream: one
-    number, or one for each position [...].
+    Key: the two halves of the 64-bit seed. Counter: (v >> 2, position, stream, 0), lane v & 3.
+    stream: one number, or one for each position [...].
     """
     groups = torch.arange((vocab_size + 3) // 4, device=seed.device)
     where = position.unsqueeze(-1)
@@ -67,7 +70,8 @@ def uniform(bits: Tensor) -> Tensor:
 
 
 def gumbel(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...]."""
+    """Return standard Gumbel noise, float32 [..., V], for seed [...] and absolute position
+    [...]."""
     uniforms = uniform(random_bits(seed, position, stream, vocab_size))
     if uniforms.device.type != "cpu":
         return -torch.log(-torch.log(uniforms))

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Philox4x32-10 and Gumbel noise on the GPU, and the device functions that all sampling kernels share.
+"""Philox4x32-10 and Gumbel noise on the GPU, and the device functions that all sampling kernels
+share.
 
-The integers equal the torch form's bit for bit. All kernels must draw the same token: the sampling kernels
-(`sampling_triton`) and the fused vocabulary product with its draw (`skinny_linear_triton`) divide by the
-temperature, add the noise and compare by the functions of this file only.
+The integers equal the torch form's bit for bit. All kernels must draw the same token: the sampling
+kernels (`sampling_triton`) and the fused vocabulary product with its draw (`skinny_linear_triton`)
+divide by the temperature, add the noise and compare by the functions of this file only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 @triton.jit
 def philox_words(c0, c1, c2, c3, k0, k1):
-    """Return four words from four counters and two keys, uint32 blocks that broadcast against each other."""
+    """Return four words from four counters and two keys, uint32 blocks that broadcast against each
+    other."""
     for _ in tl.static_range(10):
         product0 = c0.to(tl.uint64) * MULTIPLIER_0
         product1 = c2.to(tl.uint64) * MULTIPLIER_1
@@ -89,7 +91,8 @@ def gumbel_at(seed, position, stream, ids):
 
 @triton.jit
 def interleave4(lane0, lane1, lane2, lane3):
-    """Interleave blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token ids."""
+    """Interleave blocks [G] or [G, T] of four lanes as one [4 G] or [4 G, T] in the order of token
+    ids."""
     lanes = tl.join(tl.join(lane0, lane2), tl.join(lane1, lane3))  # [..., lane // 2, lane % 2]
     if len(lanes.shape) == 3:
         return tl.reshape(lanes, (lanes.shape[0] * 4,))
@@ -102,7 +105,10 @@ def interleave4(lane0, lane1, lane2, lane3):
 
 @triton.jit
 def scaled_logit(logit, temperature):
-    """Divide float32 logits by the temperature, with IEEE rounding; unchanged at temperatures <= 0."""
+    """Divide float32 logits by the temperature, with IEEE rounding.
+
+    Unchanged at temperatures <= 0.
+    """
     return tl.div_rn(logit, tl.where(temperature > 0, temperature, 1.0))
 
 
@@ -128,7 +134,8 @@ def value_of_key(key):
 
 @triton.jit
 def draw_rank(score, ids):
-    """Return int64 ranks of (score, token id): the greatest is drawn, ties to the lowest id, NaN first.
+    """Return int64 ranks of (score, token id): the greatest is drawn, ties to the lowest id, NaN
+    first.
 
     Ranks of parts of a vocabulary can be combined by `max` in any order.
     """
@@ -143,7 +150,10 @@ def rank_token(rank):
 
 @triton.jit
 def rank_is_finite(rank):
-    """True if a rank's score is finite; noise is, so its logit is finite if and only if the score is."""
+    """True if a rank's score is finite.
+
+    Noise is finite, so a logit is finite if and only if its score is.
+    """
     key = rank >> 32
     return (key > KEY_OF_MINUS_INFINITY) & (key < KEY_OF_INFINITY)
 

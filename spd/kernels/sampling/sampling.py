@@ -1,8 +1,8 @@
 """From logits to tokens for every row of a window: the contract and its torch form.
 
-Order of steps: unusable ids, bias, penalties, minimum length, mask, temperature, top-k, top-p, min-p;
-then argmax, with keyed noise at temperatures above zero. A row's result depends on its own logits,
-history and keys only.
+Order of steps: unusable ids, bias, penalties, minimum length, mask, temperature, top-k, top-p,
+min-p; then argmax, with keyed noise at temperatures above zero. A row's result depends on its own
+logits, history and keys only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MASS_BITS = 32  # a token as likely as the likeliest has the mass 2**32
 FLOAT32_LOG2_E = 1.4426950216293335  # rounded to float32, so that every form multiplies alike
 LOWEST_EXPONENT = -40.0
 EXP2 = (
-    # Of 2**f for f in [0, 1], from the highest power down; each a float32 number. Relative error 1e-7.
+    # Of 2**f for f in [0, 1], from the highest power down; each a float32 number. Relative error
+    # 1e-7.
     0.00021715024195145816,
     0.00124408770352602,
     0.009678063914179802,
@@ -130,7 +131,8 @@ def draw_rows(
 
 
 def count_rows(generated: Tensor, draft: Tensor) -> Tensor:
-    """Return counts for every row of a window, as if earlier drafts were accepted: int32 [S, k + 1, V].
+    """Return counts for every row of a window, as if earlier drafts were accepted: int32 [S, k + 1,
+    V].
 
     generated int32 [S, V]; draft int64 [S, k].
     """
@@ -158,7 +160,8 @@ def apply_penalties(logits: Tensor, counts: Tensor, tensors: SamplingTensors) ->
 
 
 def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
-    """Set stop ids to -inf in rows [S, R, V] whose token would end the text before its minimum length."""
+    """Set stop ids to -inf in rows [S, R, V] whose token would end the text before its minimum
+    length."""
     assert tensors.min_length is not None
     rows = torch.arange(logits.shape[1], device=logits.device)
     early = tensors.length.unsqueeze(-1) + rows < tensors.min_length.unsqueeze(-1)
@@ -169,10 +172,12 @@ def hide_stops(logits: Tensor, tensors: SamplingTensors) -> Tensor:
 
 
 def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
-    """Return exp(logits - highest) as an integer multiple of 2**-32, rounded down: int64, like logits.
+    """Return exp(logits - highest) as an integer multiple of 2**-32, rounded down: int64, like
+    logits.
 
     Every operation is a separate float32 operation or exact, so that all backends compute the same
-    integers, and sums of them do not depend on an order. 0 where the difference is NaN or below -27.8.
+    integers, and sums of them do not depend on an order. 0 where the difference is NaN or below
+    -27.8.
     """
     power = (logits - highest).to(torch.float32) * FLOAT32_LOG2_E
     power = torch.where(power > LOWEST_EXPONENT, power, LOWEST_EXPONENT)
@@ -187,9 +192,9 @@ def token_mass(logits: Tensor, highest: Tensor) -> Tensor:
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set logits [S, R, V] outside top-k, top-p and min-p to -inf; parameters [S].
 
-    Exactly top_k are kept, ties to the lowest id (0 keeps all); top-p adds up by probability, then id,
-    and keeps the token that crosses it; min-p is relative to the likeliest. The likeliest is always kept.
-    Probabilities are `token_mass`, their sums exact.
+    Exactly top_k are kept, ties to the lowest id (0 keeps all); top-p adds up by probability, then
+    id, and keeps the token that crosses it; min-p is relative to the likeliest. The likeliest is
+    always kept. Probabilities are `token_mass`, their sums exact.
     """
     order = torch.sort(logits, dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)

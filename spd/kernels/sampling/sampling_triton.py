@@ -4,8 +4,8 @@
 A program processes one block of one row's vocabulary. Blocks of a row are combined as integers
 (`draw_rank`), whose maximum depends on no order. Truncated rows are first stored processed, then
 `truncation_triton` finds each row's last kept token, then one of the kept ones is drawn. A row's
-distribution is its processed logits' weights over their sum, added block by block in a fixed order, so it
-depends on no other row.
+distribution is its processed logits' weights over their sum, added block by block in a fixed order,
+so it depends on no other row.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def process_kernel(
 ):  # fmt: skip
     """Apply every step before truncation to a block of a row's logits; -inf beyond the vocabulary.
 
-    Store its greatest rank, int64 [rows, blocks], if ranks is not None. Else store the processed block,
-    float32 [rows, V], and its highest order key, int32 [rows, blocks].
+    Store its greatest rank, int64 [rows, blocks], if ranks is not None. Else store the processed
+    block, float32 [rows, V], and its highest order key, int32 [rows, blocks].
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -128,7 +128,8 @@ def kept_draw_kernel(
     processed, thresholds, positions, temperature, min_p, seed, ranks, rows_per_slot, position_stride_0,
     position_stride_1, stream, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the greatest rank of a block of a processed row among the tokens that truncation keeps."""
+    """Store the greatest rank of a block of a processed row among the tokens that truncation
+    keeps."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -146,7 +147,8 @@ def load_weights(
     processed, highest, thresholds, temperature, min_p, row, slot, ids, vocab_size, highest_blocks,
     TRUNCATION: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return unnormalised probabilities of a block of ids, True for the likeliest, and its order key."""
+    """Return unnormalised probabilities of a block of ids, True for the likeliest, and its order
+    key."""
     top_key = row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS)
     x = tl.load(processed + row * vocab_size + ids, mask=ids < vocab_size, other=float("-inf"))
     weights = tl.exp(x - value_of_key(top_key))
@@ -165,7 +167,8 @@ def weigh_kernel(
     processed, highest, thresholds, temperature, min_p, sums, firsts, rows_per_slot, vocab_size,
     highest_blocks, TRUNCATION: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a block's sum of weights, float32 [rows, blocks], and the lowest id that is the likeliest."""
+    """Store a block's sum of weights, float32 [rows, blocks], and the lowest id that is the
+    likeliest."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -295,7 +298,8 @@ def _launch_process(
     processed: Tensor | None = None,
     highest: Tensor | None = None,
 ) -> None:
-    """Launch the steps before truncation, for ranks at positions, or else for processed and highest."""
+    """Launch the steps before truncation, for ranks at positions, or else for processed and
+    highest."""
     slots, rows_per_slot, vocab_size = logits.shape
     mask_stride, mask_words = (0, 0) if tensors.mask is None else tensors.mask.stride()[:2]
     slot_stride, row_stride = (0, 0) if positions is None else positions.stride()

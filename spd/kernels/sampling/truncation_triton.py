@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The exact end of top-k and top-p in each row of processed logits, by many programs a row.
 
-Tokens are ordered by (logit descending, id ascending), logits as integers of the same order. Two passes over
-all blocks count tokens and sum their masses above 16 bounds each, which leaves a narrow interval of logits;
-its tokens are listed, and one program a row bisects the list. All sums are of integers.
+Tokens are ordered by (logit descending, id ascending), logits as integers of the same order. Two
+passes over all blocks count tokens and sum their masses above 16 bounds each, which leaves a narrow
+interval of logits; its tokens are listed, and one program a row bisects the list. All sums are of
+integers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ LOWEST_KEY = tl.constexpr(-(2**31))
 HIGHEST_KEY = tl.constexpr(2**31 - 1)
 COUNT_SHIFT = tl.constexpr(45)
 ONE_TOKEN = tl.constexpr(2**45)
-"""One token in an integer that holds a block's count above its sum of masses, 4096 times 2**32 at most."""
+"""One token in an integer that holds a block's count above its sum of masses, 4096 times 2**32 at
+most."""
 
 BLOCK = 4096
 """Token ids a program; at most 4096, see COUNT_SHIFT."""
@@ -64,7 +66,10 @@ def mass_limit(share, total):
 
 @triton.jit
 def row_cuts(temperature, top_k, top_p, slot, vocab_size):
-    """Return (True if top-k cuts, True if top-p cuts, k, p) of a slot; none cuts at temperatures <= 0."""
+    """Return (True if top-k cuts, True if top-p cuts, k, p) of a slot.
+
+    Neither cuts at temperatures <= 0.
+    """
     k = tl.load(top_k + slot)
     p = tl.load(top_p + slot)
     noisy = tl.load(temperature + slot) > 0
@@ -90,7 +95,8 @@ def load_keys(processed, row, ids, vocab_size):
 
 @triton.jit
 def first_bound(top, i):
-    """Return bound i of the first pass, descending from the highest logit, top, to below all keys; int64."""
+    """Return bound i of the first pass, descending from the highest logit, top, to below all keys;
+    int64."""
     return tl.where(i == BOUNDS - 1, LOWEST_KEY, order_key(top - i * SPACING)).to(tl.int64)
 
 
@@ -128,9 +134,11 @@ def narrow_kernel(
     highest_blocks, FIRST: tl.constexpr, HIGHEST_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count and sum a block of a row above each bound, of the full row or of the first pass's interval.
+    """Count and sum a block of a row above each bound, of the full row or of the first pass's
+    interval.
 
-    sums int64 [rows, blocks, BOUNDS], and `before`, the first pass's; plan int64 [rows, 8], see collect.
+    sums int64 [rows, blocks, BOUNDS], and `before`, the first pass's; plan int64 [rows, 8], see
+    collect.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -182,9 +190,10 @@ def collect_kernel(
 ):  # fmt: skip
     """List the tokens of the interval that the second pass leaves, in the order of ids.
 
-    plan: the first interval (low, high], the amount needed, 1 if it is a count; stored here: the list's
-    interval, the amount above it, the number of its tokens. Where top-p follows top-k, the list has all
-    tokens above the interval, too. list_keys, list_ids int32 [rows, V], list_masses int64.
+    plan: the first interval (low, high], the amount needed, 1 if it is a count; stored here: the
+    list's interval, the amount above it, the number of its tokens. Where top-p follows top-k, the
+    list has all tokens above the interval, too. list_keys, list_ids int32 [rows, V], list_masses
+    int64.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -233,7 +242,8 @@ def amount_above(keys, masses, listed, bound, by_count, CHUNK: tl.constexpr):
 
 @triton.jit
 def bisect(keys, masses, listed, low, high, base, need, by_count, CHUNK: tl.constexpr):
-    """Return the highest key such that `need` is reached at or above it, and the amount above that key.
+    """Return the highest key such that `need` is reached at or above it, and the amount above that
+    key.
 
     It lies in (low, high]; base is the amount above the list.
     """
@@ -271,7 +281,8 @@ def threshold_kernel(
     highest, temperature, top_k, top_p, plan, list_keys, list_ids, list_masses, thresholds, rows_per_slot,
     vocab_size, highest_blocks, HIGHEST_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Store a row's last kept token and highest logit: thresholds int32 [rows, 3] (key, id, highest key)."""
+    """Store a row's last kept token and highest logit: thresholds int32 [rows, 3] (key, id, highest
+    key)."""
     row = tl.program_id(0).to(tl.int64)
     cuts_k, cuts_p, _, p = row_cuts(temperature, top_k, top_p, row // rows_per_slot, vocab_size)
     top_key = row_highest(highest, row, highest_blocks, HIGHEST_BLOCKS)
@@ -331,8 +342,8 @@ def find_thresholds(
 ) -> Tensor:
     """Return the ends of each row's top-k and top-p, for `is_kept`: int32 [rows, 3].
 
-    processed float32 [rows, V], rows of a slot consecutive; highest int32 [rows, N], order keys whose
-    maximum is the row's.
+    processed float32 [rows, V], rows of a slot consecutive; highest int32 [rows, N], order keys
+    whose maximum is the row's.
     """
     rows, vocab_size = processed.shape
     device = processed.device
@@ -392,7 +403,10 @@ def _narrow(
     plan: Tensor,
     options: dict[str, int],
 ) -> Tensor:
-    """Write the first interval to plan [rows, 8]; return the second's sums int64 [rows, blocks, BOUNDS]."""
+    """Write the first interval to plan [rows, 8].
+
+    Return the second's sums int64 [rows, blocks, BOUNDS].
+    """
     rows, vocab_size = processed.shape
     blocks = ceil_div(vocab_size, BLOCK)
     sums = torch.empty(2, rows, blocks, BOUNDS.value, dtype=torch.int64, device=processed.device)
