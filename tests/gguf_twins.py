@@ -179,6 +179,7 @@ def main(source: str, folder: str, out: str, kind: str, *options: str) -> None:
             drop_vocabulary(subclass)
 
     def find_text_class(*args: Any, **keys: Any) -> Any:
+        """Return the converter's class of a model, without a vocabulary."""
         model_class = find(*args, **keys)
         drop_vocabulary(conversion.base.TextModel)
         return model_class

@@ -322,6 +322,7 @@ def truncate_on_open(patch: pytest.MonkeyPatch, shard_path: Path) -> None:
     open_shard = Checkpoint.open_shard
 
     def open_truncated(self: Checkpoint, shard: Path) -> int:
+        """Open a shard; truncate it if it is the one of the test."""
         descriptor = open_shard(self, shard)
         if shard == shard_path:
             os.truncate(shard, os.stat(shard).st_size // 2)

@@ -85,6 +85,7 @@ SMALL_SIZES: dict[str, Any] = {
 
 
 def list_classes() -> list[str]:
+    """Return the causal and image-text classes of `transformers`, and those that spd supports."""
     from transformers.models.auto import modeling_auto as auto
 
     maps = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
@@ -94,6 +95,7 @@ def list_classes() -> list[str]:
 
 
 def classify(name: str, folder: Path) -> tuple[str, str]:
+    """Return the state of a class by its default configuration, and the reasons of a refusal."""
     import transformers
 
     model_class: Any = getattr(transformers, name)
@@ -176,6 +178,7 @@ def iterate_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def format_table(rows: list[tuple[str, str, str]]) -> str:
+    """Return the rows as a Markdown table."""
     import transformers
 
     version = ".".join(transformers.__version__.split(".")[:2])

@@ -269,6 +269,7 @@ class LibraryMtp(PlainMtp):
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:
+        """Return the output of a layer of the library's for rows x [T, H]."""
         rows = torch.arange(len(x))[None]
         number = self.numbers.get(prefix)
         number = int(prefix.split(".")[2]) if number is None else number
@@ -323,11 +324,13 @@ class NemotronMtp(PlainMtp):
 
     @torch.inference_mode()
     def hidden(self, tokens: list[int]) -> Tensor:
+        """Return the states [T, H] of the library's model."""
         hidden_states: Tensor = self.model(torch.tensor([tokens])).last_hidden_state[0]
         return hidden_states
 
     @torch.inference_mode()
     def layer(self, x: Tensor, prefix: str) -> Tensor:
+        """Return the output of the module's two layers for rows x [T, H]."""
         mask = torch.full((1, 1, len(x), len(x)), -torch.inf, dtype=x.dtype).triu(1)
         stream = x[None]
         for block in self.blocks:

@@ -61,7 +61,7 @@ def test_drafts_are_the_library_s(pairs: Pairs, kind: str, k: int) -> None:
     assert rejected > 8 and num_compared > 10 and max(accepted) == k and sum(accepted) > 10
 
 
-def test_auto_takes_the_assistant_beside_a_model(pairs: Pairs, tmp_path: Path) -> None:
+def test_auto_takes_the_assistant_in_the_models_folder(pairs: Pairs, tmp_path: Path) -> None:
     target = tmp_path / "it"
     folder = tmp_path / "it-assistant"
     target.symlink_to(pairs["clusters"][0])

@@ -123,6 +123,7 @@ def test_draft_ids_may_have_any_order_and_integer_dtype(pair: Pair, tmp_path: Pa
     """A head whose rows are shuffled with their ids drafts the same."""
 
     def shuffled(tensors: Parts) -> None:
+        """Shuffle the head's rows with their ids."""
         ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))
         tensors["d2t"] = (ids[order] - torch.arange(len(ids))).int()

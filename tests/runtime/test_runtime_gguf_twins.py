@@ -33,6 +33,7 @@ LOGIT_TOLERANCE = 1e-4
 
 @pytest.fixture
 def source() -> Path:
+    """Return the folder of llama.cpp's source; skip the test without it."""
     folder = llama_cpp()
     if folder is None:
         pytest.skip("LLAMA_CPP does not name a folder of llama.cpp's source")

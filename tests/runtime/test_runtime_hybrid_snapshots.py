@@ -52,6 +52,7 @@ def make_sharing_pair(pairs: Pairs, form: str, method: str, **options: Any) -> l
 
 
 def assert_equal_to_misses(runs: list[Run], fresh_runs: list[Run]) -> None:
+    """Assert that runs with prefix hits equal runs without, drafts included."""
     assert_same_runs(runs, fresh_runs)
     assert [run.drafts for run in runs] == [run.drafts for run in fresh_runs]
     assert all(run.metrics.cached_tokens == 0 for run in fresh_runs)
@@ -204,7 +205,7 @@ def test_snapshots_are_taken_where_texts_part(
     assert engine.plan.shape.checkpoints < 15
 
 
-def test_a_recurrent_draft_model_goes_on_where_its_target_keeps_no_states(pairs: Pairs) -> None:
+def test_a_recurrent_draft_model_continues_where_its_target_has_no_states(pairs: Pairs) -> None:
     options = {
         **FORMS[FASTEST_FORM],
         **pairs.get("hybrid/draft").speculation_options,

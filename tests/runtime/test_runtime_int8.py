@@ -50,7 +50,7 @@ def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
 
-def test_groups_err_less_than_the_largest_value_would_have_it() -> None:
+def test_groups_err_less_than_groups_scaled_by_their_largest_value() -> None:
     weight = random(1, 70, 256)
     groups = quantize_int4(weight)
     assert groups.scales.shape == (70, 256 // INT4_GROUP) and groups.codes.shape == (70, 128)

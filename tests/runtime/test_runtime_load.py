@@ -92,7 +92,7 @@ def test_an_mtp_head_inside_the_checkpoint_is_fine(
 
 
 @pytest.mark.parametrize("copied", ["deepseek_v3"], indirect=True)
-def test_faults_of_blocks_in_one_message(copied: Path) -> None:
+def test_faults_of_blocks_are_listed_in_one_message(copied: Path) -> None:
     missing = [
         "layers.1.mlp.experts.7.down_proj.weight",
         "layers.2.mlp.gate.e_score_correction_bias",
@@ -237,7 +237,7 @@ def test_the_engine_reports_its_progress(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_norms_are_folded_into_the_matrices_behind_them_only(
+def test_norms_are_folded_into_the_matrices_after_them_only(
     way: str, tiny: Callable[..., Path]
 ) -> None:
     plain = load_tensors(tiny("qwen3"), way)

@@ -60,6 +60,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     shelf = tmp_path_factory.mktemp("heads")
 
     def get(name: str, kind: str, **options: Any) -> Path:
+        """Return the folder of a target with a head of a kind; write it the first time."""
         folder = shelf / f"{name}-{kind}{''.join(map(str, options.values()))}"
         if not folder.exists():
             write_tiny_mtp(folder, kind=kind, **{**HEADS[name], **options})
@@ -69,6 +70,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def generate_texts(engine: Engine, count: int = 24) -> Runs:
+    """Generate greedy texts of `count` tokens for five prompts."""
     prompts = [*random_prompts(2, 20, VOCAB), *random_prompts(1, 75, VOCAB, seed=1), (7,), (3, 9)]
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for _ in prompts]
     return list(zip(prompts, run_all(engine, prompts, params), strict=True))
@@ -176,6 +178,7 @@ def stale(engine: Engine, monkeypatch: Patch) -> None:
 
 
 def modules_of(engine: Engine) -> list[HeadModel]:
+    """Return the models of an engine's head."""
     proposer = get_local_queue(engine).proposer
     assert isinstance(proposer, HeadProposer) and isinstance(
         engine.round_queue.runner.model, Decoder

@@ -73,6 +73,7 @@ def test_words_of_every_width_are_unpacked(bits: int, count: int) -> None:
 
 
 def generate_outputs(folder: Path, count: int = 6, vocab: int = 256, **options: Any) -> list[Any]:
+    """Generate a greedy and a sampled text; return their outputs."""
     params = [
         SamplingParams(max_tokens=count),
         SamplingParams(max_tokens=count, temperature=0.8, seed=1),
@@ -258,7 +259,7 @@ def test_triton_kernels_equal_the_dequantised_copy(
 
 @needs_compiled
 @pytest.mark.parametrize("unquantized", [(), ("mtp_layers",)])
-def test_mtp_heads_in_codes_and_left_as_they_were(
+def test_mtp_heads_in_codes_and_unquantized_draft_the_same(
     unquantized: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The projection is unpacked.
@@ -285,7 +286,7 @@ def test_mtp_heads_in_codes_and_left_as_they_were(
     assert count_accepted(runs) == count_accepted(plain_runs)
 
 
-def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_a_head_in_codes_is_converted_to_a_separate_folder(tmp_path: Path) -> None:
     source = write_tiny_mtp(
         tmp_path / "source", family="mimo", kind="copy", variant="qwen3", **SIZES
     )
@@ -309,7 +310,9 @@ def test_a_head_in_codes_goes_to_a_folder_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (7, 33), (16, 100), (33, 128)])
-def test_words_as_compressed_tensors_packs_them(bits: int, rows: int, columns: int) -> None:
+def test_words_are_unpacked_as_compressed_tensors_packs_them(
+    bits: int, rows: int, columns: int
+) -> None:
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     draw = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw)

@@ -261,7 +261,7 @@ def test_gemma_4_uses_all_but_keys_of_layers_that_share(name: str, tmp_path: Pat
     assert 0.98 * stored < plan_on_card(folder).need.weights < 1.001 * stored
 
 
-def test_tables_make_as_many_tensors_and_elements_as_there_are() -> None:
+def test_tables_have_the_published_numbers_of_tensors_and_elements() -> None:
     """Ultra's index with its MTP tensors, and the 804 tensors and 126 scales of Step's text."""
     names = [name for name, _, _ in others.nemotron(others.NEMOTRON_ULTRA)]
     assert (len(names), sum(name.startswith("mtp.") for name in names)) == (51_023, 1_040)

@@ -43,7 +43,7 @@ def test_reordered_heads_rotate_as_defined(width: int, rotated: int, interleaved
         assert (rotated_heads.double() - expected).abs().max() < 1e-5
 
 
-def test_a_scale_on_the_rotation_leaves_the_rest_alone() -> None:
+def test_a_scale_on_the_rotation_leaves_unrotated_elements_alone() -> None:
     """YaRN scales cos and sin; elements that are not rotated keep their size."""
     scaled = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)
     unrotated = [2, 3, 4, 5, 8, 9, 10, 11]

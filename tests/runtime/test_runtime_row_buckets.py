@@ -26,10 +26,10 @@ class Windows:
 
     def __init__(self, odd: dict[tuple[int, int, int], int]) -> None:
         self.odd = odd
-        self.asked = dict[int, set[int]]()
+        self.rows_by_count = dict[int, set[int]]()
 
     def __call__(self, first: int, rows: int, blocks: int) -> tuple[Tensor, Tensor]:
-        self.asked.setdefault(rows, set()).update(range(first, first + rows))
+        self.rows_by_count.setdefault(rows, set()).update(range(first, first + rows))
         hidden = ROWS[first : first + rows].clone()
         logits = ROWS[first : first + rows, :2].clone()
         row = self.odd.get((rows, first, blocks))
@@ -43,7 +43,7 @@ def test_row_counts_that_agree_are_admitted(odd: tuple[int, int, int] | None) ->
     """One bit in one row refuses a row count, at every place of the widest window."""
     windows = Windows({odd: odd[0] - 1} if odd else {})
     assert matching_buckets(windows) == (*(w for w in CANDIDATES if not odd or w != odd[0]), WIDEST)
-    assert odd or windows.asked[16] == windows.asked[2] == set(range(WIDEST))
+    assert odd or windows.rows_by_count[16] == windows.rows_by_count[2] == set(range(WIDEST))
 
 
 class Sums:
@@ -56,6 +56,7 @@ class Sums:
         self.weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
 
     def exact(self, x: Tensor) -> Tensor:
+        """Return the product in float32, summed in an order that depends on the number of rows."""
         terms = x.float().unsqueeze(1) * self.weight.float()
         cut = (4, 64) if x.shape[0] in self.odd else (64, 4)
         return terms.view(*terms.shape[:2], *cut).sum(-1).cumsum(-1)[..., -1]
@@ -142,7 +143,7 @@ def test_rows_of_empty_slots_are_not_run(
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])
-def test_texts_depend_on_no_row_counts_nor_slots(
+def test_texts_do_not_depend_on_row_counts_or_slots(
     tiny: Tiny, spec: str, draft_max: int, lag: int
 ) -> None:
     """Two requests in six slots, by all row counts and by the widest alone, give the text of each

@@ -42,7 +42,7 @@ ENVIRONMENT = {"gpu": "one", "driver": "1.2"}
 LIMITS: TokenTileLimits = {"bfloat16": 32, "int8": 16}
 
 
-def test_tiles_follow_the_rows_as_far_as_was_shown() -> None:
+def test_tiles_follow_the_rows_up_to_their_limit() -> None:
     bf16 = torch.bfloat16
     f16 = torch.float16
     int8 = torch.int8
@@ -68,6 +68,7 @@ def test_a_tile_that_changes_a_bit_is_left_out(operation: str) -> None:
 
     def load(widest: TokenTileLimits) -> Kernels:
         def run_inexact(*operands: Any) -> Any:
+            """Run the operation; change a bit of the result for tiles that are too wide."""
             result = getattr(plain, operation)(*operands)
             is_inexact = widest.get("int8", 0) >= 64 or widest.get("bfloat16", 0) >= 32
             last = result[-1] if isinstance(result, tuple) else result

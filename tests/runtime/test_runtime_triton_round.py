@@ -71,6 +71,7 @@ def target(tiny: Tiny) -> Path:
 
 @pytest.fixture(scope="module")
 def methods(tiny: Tiny) -> Methods:
+    """Return the options of every proposer, by name."""
     draft = {
         "draft_model": tiny("qwen3", layers=1, residual_gain=damped_gain, **SHAPE),
         "draft_max": 3,
@@ -197,6 +198,7 @@ def make_hybrid(folder: Path) -> Made:
 
 
 def make_assisted(folder: Path) -> Made:
+    """Write a target and its assistant."""
     target = write_dense(folder / "target", "gemma4", vocab=100, tokenizer=False)
     assistant = write_assistant(folder / "assistant", target, clusters=4, selected=3)
     return target, {"spec": "assistant", "draft_model": assistant}
@@ -307,6 +309,7 @@ def test_a_lookup_by_several_programs_drafts_the_same(
 
 
 def list_triton_kernels() -> set[tuple[str, str]]:
+    """Return the module and name of every Triton kernel in `spd.kernels`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     kernel_names = set()

@@ -60,6 +60,7 @@ MIXED |= {"e": random(1000, dtype=torch.bfloat16, seed=5)}
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Iterator[Checkpoint]:
+    """Yield a checkpoint of two files and several dtypes."""
     write_shard(tmp_path / "model-1.safetensors", MIXED)
     write_shard(tmp_path / "model-2.safetensors", {"f": random(40, 10, seed=6)})
     weight_map = dict.fromkeys(MIXED, "model-1.safetensors") | {"f": "model-2.safetensors"}
@@ -140,6 +141,7 @@ class LateBuffer(Buffer):
         self.due = None
 
     def copy(self, chunk: Chunk) -> None:
+        """Keep the chunk until the buffer is waited for."""
         assert self.due is None
         self.due = chunk
         self.was_used = True
@@ -176,6 +178,7 @@ def test_an_error_of_the_disk_names_the_file(
     calls = []
 
     def read(*arguments: Any) -> int:
+        """Read as `preadv` does; fail at one of the calls."""
         calls.append(arguments)
         if len(calls) == failing:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -205,7 +208,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
             os.utime(shard, (1, 1))
 
     first = iter([disturb])
-    monkeypatch.setattr(os, "preadv", lambda *given: next(first, lambda: None)() or preadv(*given))
+    monkeypatch.setattr(
+        os, "preadv", lambda *operands: next(first, lambda: None)() or preadv(*operands)
+    )
     words = (
         "was truncated while it was read" if disturbance == "truncate" else "changed while in use"
     )
