@@ -45,7 +45,7 @@ QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", 
 
 
 @contextmanager
-def refused(
+def raises_spd_error(
     kind: type[SpdError], *words: str, exit_code: int = 4, seconds: float = 2.0
 ) -> Iterator[Any]:
     """Expect exactly `kind` from the block, with one printable line that holds all the words.

@@ -25,7 +25,7 @@ from spd.formats.chat_template import (
 )
 from spd.formats.template_worker import TemplateEnvironment, render
 from spd.formats.tokenizer import Tokenizer
-from tests.formats.formats_helpers import refused, write_byte_level, write_json
+from tests.formats.formats_helpers import raises_spd_error, write_byte_level, write_json
 
 CHATML = (
     "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] | trim + '<|im_end|>' }}"
@@ -114,7 +114,7 @@ def test_invalid_template_values_are_refused(
     tmp_path: Path, value: object, words: tuple[str, ...]
 ) -> None:
     write_json(tmp_path, "tokenizer_config.json", {"chat_template": value})
-    with refused(CheckpointError, "tokenizer_config.json", "chat_template", *words):
+    with raises_spd_error(CheckpointError, "tokenizer_config.json", "chat_template", *words):
         ChatTemplate.open(tmp_path)
 
 
@@ -138,9 +138,9 @@ def test_the_environment_is_hugging_faces() -> None:
 
 
 def test_a_template_may_refuse_the_messages(open_template) -> None:
-    with refused(IncompatibleError, "Roles must alternate"):
+    with raises_spd_error(IncompatibleError, "Roles must alternate"):
         open_template("{{ raise_exception('Roles must alternate!') }}").render(HELLO)
-    with refused(IncompatibleError, "\\x1b[2J\\n"):
+    with raises_spd_error(IncompatibleError, "\\x1b[2J\\n"):
         open_template("{{ raise_exception('\x1b[2J\\n' * 90) }}").render(HELLO)
 
 
@@ -161,7 +161,7 @@ def test_a_template_may_refuse_the_messages(open_template) -> None:
 def test_faulty_templates_are_refused_with_their_line(
     open_template, source: str, words: tuple[str, ...]
 ) -> None:
-    with refused(CheckpointError, "tokenizer_config.json: chat_template", *words):
+    with raises_spd_error(CheckpointError, "tokenizer_config.json: chat_template", *words):
         open_template(source).render(HELLO)
 
 
@@ -192,7 +192,7 @@ def test_faulty_templates_are_refused_with_their_line(
 )
 def test_sandbox_escapes_are_refused(open_template, tmp_path: Path, source: str) -> None:
     canary = tmp_path / "canary"
-    with refused(CheckpointError, "tokenizer_config.json: chat_template"):
+    with raises_spd_error(CheckpointError, "tokenizer_config.json: chat_template"):
         open_template(source.replace("CANARY", str(canary))).render(HELLO)
     assert not canary.exists()
 
@@ -219,7 +219,9 @@ def test_time_memory_and_output_are_limited(open_template, source: str, word: st
     template._process.render("", {})  # started, so that the time is the template's own
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     largest_child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of any test so far
-    with refused(CheckpointError, "tokenizer_config.json: chat_template", word, seconds=0.5):
+    with raises_spd_error(
+        CheckpointError, "tokenizer_config.json: chat_template", word, seconds=0.5
+    ):
         template.render(HELLO)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
     largest = max(largest_child, before, 600_000)  # a child begins as a copy of this process
@@ -239,7 +241,7 @@ def test_a_worker_that_cannot_start_is_no_fault_of_the_template(
 ) -> None:
     ended = [sys.executable, "-c", "raise SystemExit(3)"]
     monkeypatch.setattr(chat_template, "isolated_command", lambda program: ended)
-    with refused(EngineError, "ended with status 3", exit_code=9):
+    with raises_spd_error(EngineError, "ended with status 3", exit_code=9):
         TemplateProcess().render("", {})
 
 
@@ -293,12 +295,12 @@ def test_a_child_imports_what_this_process_does(tmp_path: Path, monkeypatch) -> 
 
 def test_messages_without_a_json_form_are_refused(open_template) -> None:
     for messages in ([{"role": "user", "content": object()}], [{"content": {1, 2}}]):
-        with refused(UsageError, "messages", exit_code=2):
+        with raises_spd_error(UsageError, "messages", exit_code=2):
             open_template(CHATML).render(messages)
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    with refused(UsageError, "messages", exit_code=2):
+    with raises_spd_error(UsageError, "messages", exit_code=2):
         open_template("x").render([{"content": deep}])
 
 
@@ -391,7 +393,7 @@ def test_a_chat_with_every_private_character_is_refused(
     tokenizer: Tokenizer, open_template
 ) -> None:
     content = "".join(map(chr, chat_template._MARKS)) + "<|im_end|>"
-    with refused(UsageError, "private", exit_code=2):
+    with raises_spd_error(UsageError, "private", exit_code=2):
         encode_chat(tokenizer, open_template(CHATML), [{"role": "user", "content": content}])
 
 

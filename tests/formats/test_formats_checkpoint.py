@@ -20,7 +20,7 @@ from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.safetensors_header import read_shard_header
 from tests.formats.formats_helpers import (
     header_entry,
-    refused,
+    raises_spd_error,
     shard_bytes,
     write_json,
     write_shard,
@@ -41,7 +41,7 @@ def test_a_single_file_is_read(tmp_path: Path) -> None:
         tensor = checkpoint.read("b")
         assert tuple(tensor.shape) == (4,) and tensor.numpy().tobytes() == b"\2" * 16
         assert tuple(checkpoint.read("a").shape) == (2, 3)
-        with refused(CheckpointError, "'c'"):
+        with raises_spd_error(CheckpointError, "'c'"):
             checkpoint.read("c")
     assert tensor.numpy().tobytes() == b"\2" * 16  # outlives its checkpoint
 
@@ -129,14 +129,14 @@ def test_wrong_folders_are_refused_by_name(
         write_shard(path, {"a": [1]})
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    with refused(CheckpointError, str(folder), *fragments):
+    with raises_spd_error(CheckpointError, str(folder), *fragments):
         Checkpoint.open(folder)
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, reason in (("nowhere", "No such file"), ("file", "Not a directory")):
-        with refused(CheckpointError, name, reason):
+        with raises_spd_error(CheckpointError, name, reason):
             Checkpoint.open(tmp_path / name)
 
 
@@ -171,16 +171,16 @@ def test_absent_shards_are_all_named(tmp_path: Path) -> None:
     write_sharded(tmp_path, {name: {f"t{i}": [1]} for i, name in enumerate(names)})
     for name in names[1:3]:
         (tmp_path / name).unlink()
-    with refused(CheckpointError, INDEX, "2 of 4", *names[1:3]):
+    with raises_spd_error(CheckpointError, INDEX, "2 of 4", *names[1:3]):
         Checkpoint.open(tmp_path)
     (tmp_path / names[1]).symlink_to("blob-that-never-arrived")
     write_shard(tmp_path / names[2], {"t2": [1]})
-    with refused(CheckpointError, names[1], "No such file"):
+    with raises_spd_error(CheckpointError, names[1], "No such file"):
         Checkpoint.open(tmp_path)
     (tmp_path / names[1]).unlink()
     path = write_shard(tmp_path / names[1], {"t1": [4]})
     os.truncate(path, os.path.getsize(path) - 2)
-    with refused(CheckpointError, names[1], "2 bytes", "missing"):
+    with raises_spd_error(CheckpointError, names[1], "2 bytes", "missing"):
         Checkpoint.open(tmp_path)
 
 
@@ -195,7 +195,7 @@ def test_the_index_decides_where_two_shards_hold_a_tensor(tmp_path: Path) -> Non
         assert checkpoint.notes == (f"not used: 'a' in {other}: the index says {owner}",)
     del weight_map["a"]
     write_json(tmp_path, INDEX, {"weight_map": weight_map})
-    with refused(CheckpointError, "'a'", FIRST_SHARD, SECOND_SHARD):
+    with raises_spd_error(CheckpointError, "'a'", FIRST_SHARD, SECOND_SHARD):
         Checkpoint.open(tmp_path)
 
 
@@ -232,7 +232,7 @@ def test_links_to_one_header_end_at_the_second(
         return read_shard_header(path)
 
     monkeypatch.setattr(module, "read_shard_header", counted)
-    with refused(CheckpointError, "tensor 'same': is in 0.safetensors too"):
+    with raises_spd_error(CheckpointError, "tensor 'same': is in 0.safetensors too"):
         Checkpoint.open(tmp_path)
     assert len(read_paths) == 2
 
@@ -268,18 +268,18 @@ def test_a_file_truncated_or_replaced_while_in_use_is_refused(tmp_path: Path) ->
         checkpoint.read("a")
         checkpoint.check_unchanged()
         os.truncate(path, 500)
-        with refused(CheckpointError, "model.safetensors", "changed while in use"):
+        with raises_spd_error(CheckpointError, "model.safetensors", "changed while in use"):
             checkpoint.read("b")
-        with refused(CheckpointError, "changed while in use"):
+        with raises_spd_error(CheckpointError, "changed while in use"):
             checkpoint.check_unchanged()
     write_shard(path, {"a": [1000], "b": [1000]})
     with Checkpoint.open(tmp_path) as checkpoint:  # replaced between header and data
         write_shard(tmp_path / "new", {"b": [1000], "a": [1000]})
         os.replace(tmp_path / "new", path)
-        with refused(CheckpointError, "model.safetensors", "changed while in use"):
+        with raises_spd_error(CheckpointError, "model.safetensors", "changed while in use"):
             checkpoint.read("a")
         path.unlink()
-        with refused(CheckpointError, "model.safetensors", "No such file"):
+        with raises_spd_error(CheckpointError, "model.safetensors", "No such file"):
             checkpoint.read("a")
 
 
@@ -301,7 +301,7 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
         "empty": (2, 2),
         "gone": (1,),
     }
-    with refused(
+    with raises_spd_error(
         CheckpointError, "1 missing", "2 of another shape", "2 of an unsupported dtype"
     ) as caught:
         check_tensors(checkpoint, expected)
@@ -312,7 +312,7 @@ def test_check_tensors_lists_everything_at_once(tmp_path: Path) -> None:
     assert "[2, 0], expected [2, 2]" in lines and "'ok'" not in lines
     unexpected = check_tensors(checkpoint, {"ok": (2,)})
     assert "extra" in unexpected and not {"ok", "rotary_emb.inv_freq"}.intersection(unexpected)
-    with refused(CheckpointError, "'ok'", "F32"):
+    with raises_spd_error(CheckpointError, "'ok'", "F32"):
         check_tensors(checkpoint, {"ok": (2,)}, dtypes={"ok": ("BF16",)})
 
 

@@ -10,7 +10,7 @@ import pytest
 from spd.errors import CheckpointError
 from spd.formats.eagle3 import ARCHITECTURE, Eagle3Config
 from spd.formats.model_config import ModelConfig
-from tests.formats.formats_helpers import LLAMA, refused, write_json
+from tests.formats.formats_helpers import LLAMA, raises_spd_error, write_json
 from tests.helpers import read_model_config
 
 # A Llama-3.1-8B head as first published: only draft_vocab_size distinguishes it from a Llama.
@@ -173,5 +173,5 @@ def test_what_cannot_be_run_is_refused(
     tmp_path: Path, changes: dict, words: tuple[str, ...]
 ) -> None:
     write_json(tmp_path, "config.json", {**OWN_ARCHITECTURE, **changes})
-    with refused(CheckpointError, "config.json", *words):
+    with raises_spd_error(CheckpointError, "config.json", *words):
         read_model_config(tmp_path)

@@ -11,7 +11,7 @@ from spd.errors import NotFoundError, SpdError, UsageError
 from spd.formats import hub
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.formats.hub import list_cached_models, resolve_model
-from tests.formats.formats_helpers import refused
+from tests.formats.formats_helpers import raises_spd_error
 
 FIRST = "a" * 40
 SECOND = "ab" * 20
@@ -52,7 +52,7 @@ def test_cached_models_are_listed_and_resolved(cache: Path) -> None:
 def test_a_missing_cache_has_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nowhere"))
     assert list_cached_models() == []
-    with refused(NotFoundError, "org/model", exit_code=3):
+    with raises_spd_error(NotFoundError, "org/model", exit_code=3):
         resolve_model("org/model")
 
 
@@ -99,7 +99,7 @@ def test_the_demo_is_resolved_by_its_name_alone(
 
 
 def test_an_unknown_model_is_answered_with_a_close_name(cache: Path) -> None:
-    with refused(NotFoundError, "org/Model-15B", exit_code=3) as caught:
+    with raises_spd_error(NotFoundError, "org/Model-15B", exit_code=3) as caught:
         resolve_model("org/Model-15B")
     assert "not in the local cache: did you mean org/Model-1.5B?" in caught.value.message
     assert caught.value.fix == ("spd pull org/Model-15B",)
@@ -108,7 +108,7 @@ def test_an_unknown_model_is_answered_with_a_close_name(cache: Path) -> None:
 def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
     model = cache / "models--org--Model-1.5B"
     (model / "refs" / "main").unlink()
-    with refused(NotFoundError, "'main'", exit_code=3) as caught:
+    with raises_spd_error(NotFoundError, "'main'", exit_code=3) as caught:
         resolve_model("org/Model-1.5B")
     assert caught.value.reason[1:] == (f"in the cache: {FIRST}", f"in the cache: {SECOND}")
     assert caught.value.fix == ("spd pull org/Model-1.5B", f"-m {snapshot(cache, FIRST)}")
@@ -119,7 +119,7 @@ def test_without_main_the_only_snapshot_counts(cache: Path) -> None:
 
 def test_a_ref_that_points_elsewhere_is_not_followed(cache: Path) -> None:
     (cache / "models--org--Model-1.5B" / "refs" / "main").write_text("../../../..")
-    with refused(NotFoundError, "main", exit_code=3):
+    with raises_spd_error(NotFoundError, "main", exit_code=3):
         resolve_model("org/Model-1.5B")
 
 

@@ -15,7 +15,7 @@ from spd.errors import CheckpointError
 from spd.formats import json_file
 from spd.formats.model_config import GenerationConfig, ModelConfig, read_generation_config
 from spd.formats.rope_config import RopeConfig
-from tests.formats.formats_helpers import LLAMA, QWEN3, refused, write_json
+from tests.formats.formats_helpers import LLAMA, QWEN3, raises_spd_error, write_json
 from tests.helpers import read_model_config
 from tests.recipes.tiny import VARIANTS, write_tiny
 from tests.recipes.tiny_dense import FAMILIES, write_dense
@@ -164,22 +164,24 @@ def test_rope_is_read_in_both_spellings(
 
 
 def test_unknown_quantization_and_architectures_are_named(tmp_path: Path) -> None:
-    with refused(CheckpointError, "quantization_config", "'exl3'"):
+    with raises_spd_error(CheckpointError, "quantization_config", "'exl3'"):
         read_config(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "exl3"}})
-    with refused(CheckpointError, "'GPT2LMHeadModel'") as caught:
+    with raises_spd_error(CheckpointError, "'GPT2LMHeadModel'") as caught:
         read_config(tmp_path, {**LLAMA, "architectures": ["GPT2LMHeadModel"]})
     assert caught.value.reason == (
         "nearest supported: LlamaForCausalLM; missing: blocks of its own",
     )
     seeing = {"architectures": ["XForConditionalGeneration"], "vision_config": {"depth": 1}}
-    with refused(CheckpointError, "'XForConditionalGeneration' is not supported") as caught:
+    with raises_spd_error(
+        CheckpointError, "'XForConditionalGeneration' is not supported"
+    ) as caught:
         read_config(tmp_path, {**seeing, "text_config": {**LLAMA, "model_type": "qwen3"}})
     assert caught.value.reason == (
         "nearest supported: Qwen3ForCausalLM; missing: images and sound",
         "its text alone can be read: a copy of it saved as Qwen3ForCausalLM opens",
     )
     seeing["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
-    with refused(
+    with raises_spd_error(
         CheckpointError, "'Qwen3VLMoeForConditionalGeneration' is not supported"
     ) as caught:
         read_config(
@@ -458,7 +460,7 @@ def test_wrong_values_are_refused_by_key(
 ) -> None:
     base = saved(base) if isinstance(base, str) else base
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with refused(CheckpointError, f"{tmp_path}/config.json: ", *fragments, seconds=1):
+    with raises_spd_error(CheckpointError, f"{tmp_path}/config.json: ", *fragments, seconds=1):
         read_config(tmp_path, {**base, **change})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
@@ -501,7 +503,7 @@ def test_phi_is_read(tmp_path: Path) -> None:
     # Beyond the original context, earlier positions have other angles: the cache ends there.
     assert config.max_positions == 128
     for factors, fragment in (([1.0] * 7, "8 numbers"), (["x", *[1.0] * 7], "'x'")):
-        with refused(CheckpointError, "config.json", "short_factor", fragment):
+        with raises_spd_error(CheckpointError, "config.json", "short_factor", fragment):
             read_config(tmp_path, {**long, "rope_scaling": {**LONG, "short_factor": factors}})
 
 
@@ -570,7 +572,7 @@ def test_wrong_files_are_refused_by_name(
     tmp_path: Path, data: bytes, fragments: tuple[str, ...]
 ) -> None:
     (tmp_path / "config.json").write_bytes(data)
-    with refused(CheckpointError, f"{tmp_path}/config.json: ", *fragments, seconds=2):
+    with raises_spd_error(CheckpointError, f"{tmp_path}/config.json: ", *fragments, seconds=2):
         read_model_config(tmp_path)
 
 
@@ -614,7 +616,7 @@ def test_sampling_parameters_are_read(tmp_path: Path) -> None:
 )
 def test_wrong_sampling_parameters_are_refused(tmp_path: Path, field: str, value: object) -> None:
     write_json(tmp_path, "generation_config.json", {field: value})
-    with refused(CheckpointError, "generation_config.json: ", field):
+    with raises_spd_error(CheckpointError, "generation_config.json: ", field):
         read_generation_config(tmp_path)
 
 

@@ -18,7 +18,7 @@ from spd.formats.model_config import model_config_of
 from spd.formats.mtp import MtpSource, read_head_folder
 from spd.formats.mtp_layout import FAMILIES, find_mtp_layout, is_mtp_tensor
 from spd.runtime.models.mtp_weights import check_source, module_layer
-from tests.formats.formats_helpers import QWEN3, refused, write_json
+from tests.formats.formats_helpers import QWEN3, raises_spd_error, write_json
 from tests.helpers import read_model_config
 
 HIDDEN = 8
@@ -118,7 +118,9 @@ def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None
         head = find_mtp_layout("DeepseekV3ForCausalLM", set(partial), LAYERS)
         assert head == layout
         with open_checkpoint(tmp_path / name, partial) as checkpoint:
-            with refused(CheckpointError, "tensors of the MTP head", "1 missing", name) as caught:
+            with raises_spd_error(
+                CheckpointError, "tensors of the MTP head", "1 missing", name
+            ) as caught:
                 check_source(source, checkpoint)
             assert "--mtp HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
     for extra, shape, words in (
@@ -126,10 +128,10 @@ def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None
         ("model.layers.2.enorm.weight", (HIDDEN + 1,), "of another shape"),
     ):
         checkpoint = open_checkpoint(tmp_path / words, {**shapes, extra: shape})
-        with checkpoint, refused(CheckpointError, words, extra):
+        with checkpoint, raises_spd_error(CheckpointError, words, extra):
             check_source(source, checkpoint)
     checkpoint = open_checkpoint(tmp_path / "ints", shapes, torch.int8)
-    with checkpoint, refused(CheckpointError, "unsupported dtype"):
+    with checkpoint, raises_spd_error(CheckpointError, "unsupported dtype"):
         check_source(source, checkpoint)
 
 
@@ -161,7 +163,7 @@ def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
     assert head.layout.family.name == "deepseek" and head.layout.first_layer == LAYERS
     assert (head.verifier, head.verifier_sha256) == ("org/model", "f" * 64)
     assert head.config.hidden_size == HIDDEN
-    with refused(CheckpointError, "is 1, but 0 modules are there"):
+    with raises_spd_error(CheckpointError, "is 1, but 0 modules are there"):
         mtp.read_head_folder(ModelFolder(write_head(tmp_path / "others", first=0)))
     for changes, words in (
         ({"speculators_model_type": "eagle3"}, "eagle3"),
@@ -169,7 +171,7 @@ def test_a_head_folder_is_read_back(tmp_path: Path) -> None:
         ({"speculators_config": {}}, "verifier: is missing"),
         ({"transformer_layer_config": None}, "no folder with an MTP head"),
     ):
-        with refused(CheckpointError, words):
+        with raises_spd_error(CheckpointError, words):
             mtp.read_head_folder(ModelFolder(write_head(tmp_path / "bad", **changes)))
 
 

@@ -20,7 +20,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.model_config import read_generation_config
 from spd.formats.safetensors_header import TensorMeta, read_shard_header
 from spd.formats.tokenizer import Tokenizer
-from tests.formats.formats_helpers import header_entry, refused, shard_bytes, write_shard
+from tests.formats.formats_helpers import header_entry, raises_spd_error, shard_bytes, write_shard
 from tests.helpers import read_model_config
 
 
@@ -66,11 +66,13 @@ def test_whitespace_around_the_header_is_accepted(
 @pytest.mark.parametrize("length", [2**63 - 1, 2**64 - 1, 100_000_001])
 def test_huge_header_lengths_allocate_nothing(tmp_path: Path, length: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with refused(CheckpointError, "model.safetensors", "header too large", str(length), seconds=1):
+    with raises_spd_error(
+        CheckpointError, "model.safetensors", "header too large", str(length), seconds=1
+    ):
         read_header(tmp_path, struct.pack("<Q", length) + b"{}")
     path = tmp_path / "model.safetensors"
     os.truncate(path, 8 + 100_000_001)  # sparse
-    with refused(CheckpointError, "header too large", seconds=1):
+    with raises_spd_error(CheckpointError, "header too large", seconds=1):
         read_shard_header(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kB
 
@@ -125,16 +127,16 @@ ONE_FLOAT_JSON = json.dumps(ONE_FLOAT).encode()
 def test_invalid_headers_are_refused(
     tmp_path: Path, content: bytes, words: tuple[str, ...]
 ) -> None:
-    with refused(CheckpointError, f"{tmp_path}/model.safetensors: ", *words, seconds=2):
+    with raises_spd_error(CheckpointError, f"{tmp_path}/model.safetensors: ", *words, seconds=2):
         read_header(tmp_path, content)
 
 
 def test_a_pickle_with_another_name_is_refused(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     evil = f"cos\nsystem\n(S'touch {canary}'\ntR.".encode()
-    with refused(CheckpointError, "model.safetensors"):
+    with raises_spd_error(CheckpointError, "model.safetensors"):
         read_header(tmp_path, evil + b" " * 100)
-    with refused(CheckpointError, "model.safetensors"):
+    with raises_spd_error(CheckpointError, "model.safetensors"):
         read_header(tmp_path, b"\x80\x04" + evil)
     assert not canary.exists()
 
@@ -164,7 +166,7 @@ READERS: dict[str, tuple[Callable[[Path], object], int]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_anything_but_a_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
     NOT_FILES[kind](tmp_path / name)
-    with refused(CheckpointError, f"{tmp_path / name}: ", kind, seconds=1):
+    with raises_spd_error(CheckpointError, f"{tmp_path / name}: ", kind, seconds=1):
         READERS[name][0](tmp_path)
 
 
@@ -173,12 +175,14 @@ def test_files_that_are_too_large_or_no_text_are_refused(name: str, tmp_path: Pa
     read, limit = READERS[name]
     with open(tmp_path / name, "wb") as file:
         file.truncate(limit + 1)
-    with refused(
+    with raises_spd_error(
         CheckpointError, f"{tmp_path / name}: ", f"larger than {limit:,} bytes", seconds=1
     ):
         read(tmp_path)
     (tmp_path / name).write_bytes(b"{}    \xff")
-    with refused(CheckpointError, f"{tmp_path / name}: ", "not UTF-8 at byte 6", seconds=1):
+    with raises_spd_error(
+        CheckpointError, f"{tmp_path / name}: ", "not UTF-8 at byte 6", seconds=1
+    ):
         read(tmp_path)
 
 
@@ -189,7 +193,7 @@ def test_a_denied_permission_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "open", denied)
-    with refused(CheckpointError, f"{path}: Permission denied"):
+    with raises_spd_error(CheckpointError, f"{path}: Permission denied"):
         read_shard_header(path)
 
 

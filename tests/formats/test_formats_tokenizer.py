@@ -23,7 +23,7 @@ from tests.formats import formats_helpers as make
 from tests.formats.formats_helpers import (
     make_byte_level,
     make_sentencepiece,
-    refused,
+    raises_spd_error,
     write_byte_level,
     write_json,
     write_tokenizer,
@@ -97,7 +97,7 @@ def test_bos_is_added_without_a_post_processor(tmp_path: Path) -> None:
         write_byte_level(tmp_path, bos_token="<|endoftext|>", add_bos_token=True)
     )
     assert tokenizer.encode("a", add_special=True)[0] == tokenizer.bos_id
-    with refused(CheckpointError, "add_bos_token", "bos_token"):
+    with raises_spd_error(CheckpointError, "add_bos_token", "bos_token"):
         Tokenizer.open(write_byte_level(tmp_path, bos_token=None, add_bos_token=True))
 
 
@@ -115,7 +115,7 @@ def test_special_tokens_are_read_from_either_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [3, [], {"content": 3}, {"x": "y"}, ""])
 def test_invalid_special_tokens_are_refused(tmp_path: Path, value: object) -> None:
-    with refused(CheckpointError, "tokenizer_config.json", "eos_token"):
+    with raises_spd_error(CheckpointError, "tokenizer_config.json", "eos_token"):
         Tokenizer.open(write_byte_level(tmp_path, eos_token=value))
 
 
@@ -189,7 +189,7 @@ def test_decoding_equals_the_librarys(
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff" * 1000])
 def test_half_a_surrogate_pair_is_refused(opened: dict[str, Tokenizer], text: str) -> None:
-    with refused(UsageError, "surrogate", exit_code=2):
+    with raises_spd_error(UsageError, "surrogate", exit_code=2):
         opened["bytes"].encode(text)
 
 
@@ -208,7 +208,7 @@ def test_special_tokens_are_text_unless_requested(opened: dict[str, Tokenizer], 
 def test_plain_text_that_becomes_a_special_token_is_refused(tmp_path: Path) -> None:
     library = make_byte_level()
     library.add_special_tokens(["a"])  # now the ordinary letter is the special token
-    with refused(IncompatibleError, "tokenizer.json", "special"):
+    with raises_spd_error(IncompatibleError, "tokenizer.json", "special"):
         Tokenizer.open(write_tokenizer(tmp_path, library)).encode("banana split")
 
 
@@ -282,7 +282,7 @@ def test_unsupported_decoders_are_refused(tmp_path: Path, decoder: Any) -> None:
     library = make_sentencepiece()
     library.decoder = decoder
     write_tokenizer(tmp_path, library)
-    with refused(CheckpointError, "tokenizer.json", "decoder"):
+    with raises_spd_error(CheckpointError, "tokenizer.json", "decoder"):
         Tokenizer.open(tmp_path)
 
 
@@ -365,20 +365,20 @@ def grow_tokens(content: Any) -> None:
 )  # fmt: skip
 def test_hostile_files_are_refused(tmp_path: Path, change: Any, word: str) -> None:
     write_changed(tmp_path, change)
-    with refused(CheckpointError, f"{tmp_path}/tokenizer.json: ", word, seconds=5):
+    with raises_spd_error(CheckpointError, f"{tmp_path}/tokenizer.json: ", word, seconds=5):
         Tokenizer.open(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", b"\x80\x04cos\nsystem\n"])
 def test_no_tokenizer_at_all(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with refused(CheckpointError, "tokenizer.json"):
+    with raises_spd_error(CheckpointError, "tokenizer.json"):
         Tokenizer.open(tmp_path)
 
 
 def test_a_pattern_may_panic_on_some_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(write_changed(tmp_path, set_regex("(q+)+$")))
-    with refused(IncompatibleError, "tokenizer.json", "retry-limit"):
+    with raises_spd_error(IncompatibleError, "tokenizer.json", "retry-limit"):
         tokenizer.encode("q" * 60 + "b")
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
 
@@ -418,7 +418,9 @@ def test_patterns_that_take_too_long_are_refused(
     assert tokenizer.decode(tokenizer.encode("letter" * 10)) == "letter" * 10
     monkeypatch.setattr(encoder, "BASE_SECONDS", 0.1)
     for _ in range(2):  # at once the second time: the thread is still busy
-        with refused(CheckpointError, "tokenizer.json", "take too long for this text", seconds=4):
+        with raises_spd_error(
+            CheckpointError, "tokenizer.json", "take too long for this text", seconds=4
+        ):
             tokenizer.encode("a" * 900)
 
 
@@ -458,7 +460,7 @@ def test_tokens_of_other_files_are_added(tmp_path: Path) -> None:
     [{"x": TURN_TOKEN}, {"1": 3}, {"1": {}}, {"1": {"content": ""}}, {"-1": TURN_TOKEN}, []],
 )
 def test_invalid_declared_tokens_are_refused(tmp_path: Path, decoder: object) -> None:
-    with refused(CheckpointError, "tokenizer_config.json", "added_tokens_decoder"):
+    with raises_spd_error(CheckpointError, "tokenizer_config.json", "added_tokens_decoder"):
         Tokenizer.open(write_byte_level(tmp_path, added_tokens_decoder=decoder))
 
 

@@ -9,6 +9,7 @@ gathering tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,11 +146,8 @@ class GroupedAttention(Attention):
     With `norms`, each query and key head is normed before its rotation, as Qwen3's are.
     """
 
-    def __init__(self, shape: Any, inputs: int, norms: bool = True) -> None:
-        """Create projections.
-
-        shape: has heads, kv_heads, head_dim and hidden, the output's width.
-        """
+    def __init__(self, shape: Shape, inputs: int, norms: bool = True) -> None:
+        """Create projections from `inputs` columns to heads, and from heads to the hidden size."""
         super().__init__()
         self.shape = shape
         wide = shape.heads * shape.head_dim
@@ -586,7 +584,7 @@ OUTER = ("embed", "gate.weight", "in_proj_a", "in_proj_b")
 
 
 def make_optimizers(
-    model: nn.Module, scale: float, outer: Any = OUTER, rate: float = 0.004
+    model: nn.Module, scale: float, outer: Sequence[str] = OUTER, rate: float = 0.004
 ) -> Optimizers:
     """Return Muon for matrices inside layers, AdamW at `rate` for all other parameters."""
     parameters = list(model.named_parameters())

@@ -239,7 +239,9 @@ def draft_losses(
         )
 
 
-def train(head: Eagle3Head, target: Decoder, batches: Batches, arguments: Any) -> dict[str, Any]:
+def train(
+    head: Eagle3Head, target: Decoder, batches: Batches, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Train and save the head; return the record."""
     recorder = Recorder("eagle3")
     optimizers = make_optimizers(head, arguments.scale)
