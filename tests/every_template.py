@@ -35,7 +35,7 @@ READ = {
     "parameters": {**PARAMETERS, "required": ["path"]},
 }
 NOW = {"name": "now", "description": "The time", "parameters": {"type": "object", "properties": {}}}
-TOOLS = [{"type": "function", "function": one} for one in (READ, NOW)]
+TOOLS = [{"type": "function", "function": function} for function in (READ, NOW)]
 ARGUMENTS = {"path": 'ä"b\\ <x>', "n": 3, "deep": {"a": [1, None, True, 0.5], "b": "x\ny"}}
 Message = dict[str, Any]
 

@@ -125,7 +125,7 @@ def test_its_readme_and_sums_are_those_of_the_record(folder: Path) -> None:
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
 
 
-def test_natural_acceptance() -> None:
+def test_natural_acceptance_is_counted() -> None:
     draft = {"spec": "draft", "draft_model": demo_draft_folder(), "draft_max": 4}
     for options, least in ((draft, 0.05), ({"spec": "eagle3"}, 0.25)):
         runs = replies(demo_folder(), 0.0, 10, **options)

@@ -109,7 +109,7 @@ def run_each(commands: list[str], folder: Path, model: str) -> None:
         assert first == "spd" and python("-m", "spd", *words, folder=folder)
 
 
-def test_commands_that_load_no_weights(tmp_path: Path) -> None:
+def test_documented_commands_without_weights_run(tmp_path: Path) -> None:
     write_deepseek(tmp_path / "model")
     light = [line for line in MTP_COMMANDS if not re.search("generate|bench|explain", line)]
     assert len(light) >= 3

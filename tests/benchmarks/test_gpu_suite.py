@@ -187,7 +187,7 @@ def test_shapes_have_the_published_parameters_and_are_read_so(
     assert (config.rope.kind, config.rope.theta) == (kind, theta)
 
 
-def test_bytes_of_a_round_by_hand_and_by_part() -> None:
+def test_bytes_of_a_round_are_those_counted_by_hand() -> None:
     # A layer: qkv (4 + 2 + 2) * 4 x 8 = 256, out 8 x 16 = 128, gate and up 32 x 8 = 256, down 8 x 16 = 128.
     layer = 768
     head = 800
@@ -215,7 +215,7 @@ def test_bytes_of_a_round_by_hand_and_by_part() -> None:
     assert sum(parts.values()) == shapes.round_bytes(TINY, tied, [10], 3)
 
 
-def test_gain_of_a_perfect_and_of_a_published_round() -> None:
+def test_the_gain_of_a_round_is_that_published() -> None:
     plain = shapes.round_bytes(shapes.QWEN3_8B, None, [1000], 0) / 4.0e12
     speculative = shapes.round_bytes(shapes.QWEN3_8B, shapes.EAGLE_SIZE, [1000], 4) / 4.0e12
     perfect = gain(3.08, plain, speculative, plain, speculative)
@@ -228,7 +228,7 @@ def test_gain_of_a_perfect_and_of_a_published_round() -> None:
     )
 
 
-def test_interval_of_the_median() -> None:
+def test_the_interval_holds_the_median() -> None:
     # By the binomial table: ranks 10 and 21 of 30 hold the median with probability 0.957, 11 and 20 with 0.9.
     for count, interval in ((30, (10, 21)), (10, (2, 9)), (6, (1, 6)), (5, None), (0, None)):
         assert median_interval([float(i) for i in range(count, 0, -1)]) == interval

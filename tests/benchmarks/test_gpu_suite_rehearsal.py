@@ -129,7 +129,7 @@ def test_every_round_is_noted_in_order(tmp_path: Path) -> None:
     assert marks == sorted(marks) and {times.k for times in recorder.rounds} == {0}
 
 
-def test_plain_rounds_of_a_tiny_model() -> None:
+def test_plain_rounds_of_a_tiny_model_are_measured() -> None:
     *_, report = run_plain([TARGET], SMALL, (20, 40), 1e9, **CPU)
     model = report["models"]["target"]
     assert model["tokens_a_round"] == 1 and model["rounds"] == 8

@@ -65,7 +65,7 @@ def texts(engine: Any, params: list[SamplingParams] = PARAMS) -> list[Run]:
     return runs
 
 
-def family(name: str, tiny: Tiny, folder: Path) -> Path:
+def family_folder(name: str, tiny: Tiny, folder: Path) -> Path:
     if name == "fp8":  # heads and widths begin and end inside blocks of 24
         return write_twin(
             tiny("deepseek_v3", hidden=72, dtype="bfloat16"), folder / "fp8", block=24
@@ -76,8 +76,10 @@ def family(name: str, tiny: Tiny, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "ranks"), [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
 )
-def test_a_family_on_several_ranks(name: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
-    folder = family(name, tiny, tmp_path)
+def test_a_family_has_the_same_tokens_on_several_ranks(
+    name: str, ranks: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    folder = family_folder(name, tiny, tmp_path)
     speculated = texts(make_fast_engine(folder, slots=2, tp=ranks, **NGRAM))
     assert collect_outputs(speculated) == collect_outputs(texts(make_fast_engine(folder, slots=2)))
     assert helpers.count_drafted(speculated)
@@ -105,7 +107,9 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
         *(pytest.param(method, 4, marks=pytest.mark.slow) for method in ("eagle3", "draft", "mtp")),
     ],
 )
-def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_drafter_on_fewer_ranks_drafts_the_same(
+    method: str, ranks: int, tiny: Tiny, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {
         "spec": method.split()[0],
         "draft_max": 3,
@@ -137,7 +141,7 @@ def test_a_drafter_on_fewer_ranks(method: str, ranks: int, tiny: Tiny, tmp_path:
         )
 
 
-def test_every_parameter(tiny: Tiny) -> None:
+def test_every_sampling_parameter_holds_across_ranks(tiny: Tiny) -> None:
     """Draw from full logits, alongside a neighbour whose draw does not need them."""
     folder = tiny("gqa4")
     undivided = texts(make_fast_engine(folder, slots=2), EVERY_PARAMETER)
@@ -150,7 +154,7 @@ def test_every_parameter(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
-def test_the_other_rules(rule: str, tiny: Tiny) -> None:
+def test_the_other_rules_hold_across_ranks(rule: str, tiny: Tiny) -> None:
     target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
     options = {"spec": "draft", "draft_model": target, "draft_max": 3, "verify": rule}
     undivided = texts(make_fast_engine(target, **options))
@@ -175,7 +179,7 @@ def test_ties_go_to_the_lowest_id_across_ranks(tiny: Tiny, tmp_path: Path) -> No
 def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Path) -> None:
     """The parts of four ranks, concatenated, are the tensor; two ranks share key heads."""
     for name in ("gqa4", "deepseek_v3", "phi3"):
-        folder = family(name, tiny, tmp_path)
+        folder = family_folder(name, tiny, tmp_path)
         config = helpers.read_model_config(folder)
         layout = family_layout(config)
         with Checkpoint.open(folder) as checkpoint:
@@ -205,7 +209,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
         (2, 2, DEMO, "--draft-tp 2 does not divide the drafter", "--draft-tp 1"),
     ],
 )
-def test_sizes_that_are_refused(
+def test_unsuitable_numbers_of_ranks_are_refused(
     tp: int, draft_tp: Any, options: Any, message: str, fix: str, tiny: Tiny
 ) -> None:
     with pytest.raises(IncompatibleError if "not divide" in message else UsageError) as caught:

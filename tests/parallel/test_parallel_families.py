@@ -45,7 +45,7 @@ WHOLE = (
 )
 
 
-def written(folder: Path, name: str, **options: Any) -> Path:
+def write_model(folder: Path, name: str, **options: Any) -> Path:
     if name == "fp8":  # heads and widths begin and end inside blocks of 24
         wide = write_tiny(folder / "wide", **{**VARIANTS["deepseek_v3"], "hidden": 72, **options})
         return write_twin(wide, folder / "fp8", block=24)
@@ -55,10 +55,10 @@ def written(folder: Path, name: str, **options: Any) -> Path:
 
 
 def drafters(name: str, folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    target = written(folder / "target", name, residual_gain=loud)
+    target = write_model(folder / "target", name, residual_gain=loud)
     yield target, {"spec": "off"}
     yield target, {"spec": "ngram", "ngram_min": 1, "draft_max": 4, "lag": 1}
-    draft = written(folder / "draft", name, residual_gain=silent)
+    draft = write_model(folder / "draft", name, residual_gain=silent)
     yield target, {"spec": "draft", "draft_max": 3, "draft_model": draft}
     if name in VARIANTS:
         family = HEADS.get(name, "deepseek")
@@ -77,7 +77,7 @@ def runs_of(folder: Path, **options: Any) -> list[Run]:
     return runs
 
 
-def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
+def check_family(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
     """Check the tokens of one rank in float32, of no speculation in bfloat16, and the drafts."""
     plain = dict[Path, Any]()
     rounded = dict[Path, Any]()
@@ -111,7 +111,7 @@ def check(name: str, ranks: int, folder: Path, groups: list[int]) -> None:
 def test_an_assistant_s_ranks_are_its_target_s(
     tmp_path: Path, family: str, clusters: dict[str, int]
 ) -> None:
-    target = written(tmp_path / "target", family)
+    target = write_model(tmp_path / "target", family)
     folder = write_assistant(tmp_path / "assistant", target, **clusters)
     options: dict[str, Any] = {
         "spec": "assistant",
@@ -127,13 +127,13 @@ def test_an_assistant_s_ranks_are_its_target_s(
         make_engine(target, tp=2, draft_tp=1, **options)
 
 
-def test_what_is_divided_and_what_is_not(tmp_path: Path) -> None:
+def test_only_parts_that_divide_evenly_are_divided(tmp_path: Path) -> None:
     """Experts in MXFP4 are divided; one group of recurrent heads by two, six by four, is not."""
     folder = write_mxfp4(tmp_path / "mxfp4", layers=2)
     assert collect_outputs(runs_of(folder, tp=2)) == collect_outputs(runs_of(folder))
     for name, ranks in ((WHOLE, 2), ("step3", 4)):
         with pytest.raises(IncompatibleError, match=f"--tp {ranks} does not divide"):
-            make_engine(written(tmp_path / name, name), tp=ranks)
+            make_engine(write_model(tmp_path / name, name), tp=ranks)
 
 
 @pytest.mark.covers(count=2)
@@ -152,7 +152,7 @@ def test_a_family_s_own_mtp_layers_are_divided(tmp_path: Path, name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [*VARIANTS, *sorted(FAMILIES.keys() - {WHOLE}), "fp8"])
-def test_every_family_and_drafter(name: str, ranks: int, tmp_path: Path) -> None:
+def test_every_family_and_drafter_matches_one_rank(name: str, ranks: int, tmp_path: Path) -> None:
     if (name, ranks) == ("step3", 4):
         pytest.skip("six heads of layers that slide")
-    check(name, ranks, tmp_path, [group for group in (1, 2, 4) if group <= ranks])
+    check_family(name, ranks, tmp_path, [group for group in (1, 2, 4) if group <= ranks])

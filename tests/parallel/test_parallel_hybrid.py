@@ -76,7 +76,7 @@ def test_logits_tokens_and_drafts_are_those_of_one_rank(agreeing: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5Moe", "Qwen3Next"])
-def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: Path) -> None:
+def test_sparse_hybrids_match_one_rank(name: str, tmp_path: Path) -> None:
     write_sparse(tmp_path, name)
     alone = collect_outputs(runs_of(tmp_path, kernels="auto"))
     assert (
@@ -87,7 +87,9 @@ def test_sparse_hybrids_and_projections_stored_by_key_head(name: str, tmp_path: 
     )
 
 
-def test_a_recurrent_draft_model_on_one_or_two_ranks(agreeing: Path, tmp_path: Path) -> None:
+def test_a_recurrent_draft_model_drafts_the_same_on_one_or_two_ranks(
+    agreeing: Path, tmp_path: Path
+) -> None:
     draft = write_tiny_hybrid(
         tmp_path, agreeing=True, num_hidden_layers=2, full_attention_interval=2
     )

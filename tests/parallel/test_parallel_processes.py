@@ -45,7 +45,7 @@ PARAMS = [SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperatu
 
 
 @pytest.mark.parametrize("group", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tokens_traffic_and_sockets(
+def test_tokens_traffic_and_sockets_are_those_expected(
     group: int, tiny: Tiny, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Over gloo: the text of one rank, and the traffic of a round as the formula gives it."""
@@ -53,7 +53,7 @@ def test_tokens_traffic_and_sockets(
     draft = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
     options: dict[str, Any] = {"spec": "draft", "draft_model": draft, "draft_max": 3}
     plain = collect_outputs(run_all(make_engine(target), PROMPTS, PARAMS))
-    before_all = listening([])
+    before_all = listening_addresses([])
     traffic = count_traffic(monkeypatch, tmp_path)
     engine = make_engine(target, tp=2, draft_tp=group, **options)
     with assert_nothing_is_left(engine):
@@ -68,13 +68,14 @@ def test_tokens_traffic_and_sockets(
         }
         check_traffic(engine, target, draft, group, delta, rounds)
         addresses = [
-            place.split(":")[0] for place in listening(process_ids_of(engine)) - before_all
+            place.split(":")[0]
+            for place in listening_addresses(process_ids_of(engine)) - before_all
         ]
         assert addresses == ["0100007F"] * 2, "gloo's, one a rank, on loopback only"
         engine.close()
 
 
-def listening(processes: list[int]) -> set[str]:
+def listening_addresses(processes: list[int]) -> set[str]:
     """Return the IPv4 addresses and ports where processes listen, this one included."""
     links = [f for pid in (*processes, os.getpid()) for f in Path(f"/proc/{pid}/fd").iterdir()]
     inodes = set()
@@ -159,7 +160,7 @@ def test_a_rank_holds_its_part(tiny: Tiny, tmp_path: Path) -> None:
 @pytest.mark.slow
 @INTERPRETER_MARKS[0]
 @INTERPRETER_MARKS[1]
-def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
+def test_tritons_kernels_match_one_rank_on_two(tiny: Tiny) -> None:
     """In the interpreter: the tokens of one rank and of torch's kernels, plain and with drafts."""
     prompts: list[Prompt] = [(5, 6, 5, 6, 5, 6)]
     params = [SamplingParams(max_tokens=3, ignore_eos=True)]
@@ -173,7 +174,7 @@ def test_tritons_kernels_on_two_ranks(tiny: Tiny) -> None:
 
 
 @pytest.mark.slow
-def test_eight_ranks_and_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
+def test_eight_ranks_match_one_with_every_group(tiny: Tiny, monkeypatch: Patch) -> None:
     """With so few positions no row counts are tried, which would take eight ranks longest."""
     monkeypatch.setattr(leader, "START_SECONDS", 600)  # eight import torch on few cores
     shape = {"residual_gain": damped, "seed": 3, "max_positions": 31}

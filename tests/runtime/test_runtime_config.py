@@ -56,7 +56,7 @@ def config(**options: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(("options", "kind", "words"), REFUSED_TOGETHER)
-def test_wishes_that_clash_are_refused(
+def test_options_that_clash_are_refused(
     options: dict[str, Any], kind: type[SpdError], words: str
 ) -> None:
     with pytest.raises(SpdError) as caught:

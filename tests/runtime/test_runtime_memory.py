@@ -324,7 +324,9 @@ def fail(
 
 
 @pytest.mark.parametrize("name", ["load_model", "KvCache", "RoundState"])
-def test_no_memory_while_loading(name: str, tiny: Tiny, monkeypatch: Patch) -> None:
+def test_running_out_of_memory_while_loading_is_reported(
+    name: str, tiny: Tiny, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(assembly, name, fail(NO_MEMORY[0])(getattr(assembly, name)))
     with pytest.raises(ResourceError) as caught:
         make_engine(tiny("qwen3"), spec="ngram")
@@ -352,7 +354,7 @@ def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
     assert caught.value.message
 
 
-def test_no_memory_while_capturing(tiny: Tiny) -> None:
+def test_running_out_of_memory_while_capturing_is_reported(tiny: Tiny) -> None:
     engine = make_engine(tiny("qwen3"), spec="off", ctx=128)
     queue = get_local_queue(engine)
     queue.captured = CapturedRounds(queue.round, Mock(side_effect=NO_MEMORY[0]))
@@ -398,7 +400,7 @@ def assert_still_right(engine: Engine, folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("place", RUNNING, ids=[entry[0] for entry in RUNNING])
-def test_no_memory_while_running(
+def test_running_out_of_memory_while_running_is_reported(
     place: Any, spec: str, lag: int, tiny: Tiny, monkeypatch: Patch
 ) -> None:
     folder = tiny("qwen3")

@@ -138,7 +138,7 @@ def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_limits_it_and_what_to_try(name: str) -> None:
+def test_the_bottleneck_and_the_next_step_are_named(name: str) -> None:
     k, rate, costs, limit, step = CASES[name]
     plain = make_trace(0, 0.0, **costs)
     explanation = explain_traces([make_trace(k, rate, **costs), plain])

@@ -39,11 +39,11 @@ class CountingEngine:
         self.trace = None
         self.seconds = seconds
         self.left = dict[str, int]()
-        self.most = 0
+        self.peak = 0
 
     def add(self, request: Request) -> None:
         self.left[request.id] = 3
-        self.most = max(self.most, len(self.left))
+        self.peak = max(self.peak, len(self.left))
 
     @property
     def has_work(self) -> bool:
@@ -69,7 +69,7 @@ def test_a_closed_loop_keeps_so_many_and_no_more(concurrency: int) -> None:
     engine = CountingEngine()
     ended = list[int]()
     ran = run_pass(cast(Engine, engine), requests(7), concurrency=concurrency, watch=ended.append)
-    assert engine.most == min(concurrency, 7)
+    assert engine.peak == min(concurrency, 7)
     assert [line.token_ids for line in ran.timelines] == [[1, 2] * 3] * 7
     assert all(line.finish_reason == "length" for line in ran.timelines)
     assert engine.trace is None and ended == sorted(ended) and ended[-1] == 7
@@ -80,7 +80,7 @@ def test_an_open_loop_admits_by_the_clock() -> None:
     engine = CountingEngine()
     arrivals = [0.0, 0.03, 0.06]
     ran = run_pass(cast(Engine, engine), requests(3), arrivals=arrivals)
-    assert engine.most == 1, "each ended before the next one came"
+    assert engine.peak == 1, "each ended before the next one came"
     starts = [line.arrived - ran.timelines[0].arrived for line in ran.timelines]
     assert starts == pytest.approx(arrivals, abs=1e-6)
     assert all(line.chunks[0][0] >= line.arrived for line in ran.timelines) and ran.seconds >= 0.06
@@ -97,7 +97,7 @@ def test_arrivals_are_poisson() -> None:
     assert arrivals[-1] / 10_000 == pytest.approx(0.2, rel=0.04)
 
 
-def test_times_by_their_definitions() -> None:
+def test_times_follow_their_definitions() -> None:
     (request,) = requests(1)
     chunks = [(10.5, 1), (11.0, 3), (12.0, 2)]
     line = Timeline(chunks=chunks, token_ids=[1] * 6, request=request, arrived=10.0)
@@ -267,12 +267,12 @@ def demo_requests(count: int = 24, least: int = 0) -> list[tuple[str, Request]]:
     return make_requests(QUESTIONS, (0.0, 0.9), max_tokens=count, ignore_eos=True, min_tokens=least)
 
 
-def test_the_engine_passes(pair: Pair) -> None:
+def test_drafting_replays_equal_plain_ones(pair: Pair) -> None:
     result = replay_requests(pair[0], replace(pair[1], lag=2, slots=3), demo_requests())
     assert result.differences == [] and result.tokens == 8 * 24 and result.speculated > 20
 
 
-def test_the_demo_across_a_quarter_of_a_thousand_positions() -> None:
+def test_speculation_keeps_the_demos_text_past_a_tie() -> None:
     """The two best tokens tie at position 261, where any other rounding would show."""
     prompts = [prompt for prompt in read_prompts() if prompt.name == "creative/3"]
     questions = encode_prompts(demo_folder(), prompts, [None], 215)

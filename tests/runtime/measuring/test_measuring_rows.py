@@ -54,7 +54,7 @@ def record(draft: list[int], accepted: int) -> RoundRecord:
     return RoundRecord("r", 1, 9, "draft", draft, *both, ms, 2, 2)
 
 
-def test_rates_by_position() -> None:
+def test_drafts_are_counted_by_position() -> None:
     records = [record([1, 2], 2), record([1, 2], 0), record([1], 1), record([], 0)]
     assert per_position(records) == ([3, 2], [2, 1])  # drafted and accepted
 
