@@ -2,11 +2,12 @@
 
     python -m benchmarks.acceptance [--threads 1] [--only mtp,draft] [--out FILE]
 
-Natural acceptance of the demo on spd's own prompts, each at several lengths. Nothing is timed, so a busy
-machine will do. At temperature 0 the three rules are one program, which is measured once. Rounds that begin
-too near the limit for k drafts are left out; one that its request ends in counts in full. So the number of
-rounds is a stopping time, and the mean stays true. Errors take requests as independent, not rounds. A run
-that was cut short goes on where it ended, as long as weights and settings are those of the file.
+Natural acceptance of the demo on spd's own prompts, each at several lengths. Nothing is timed, so a
+busy machine will do. At temperature 0 the three rules are one program, which is measured once.
+Rounds that begin too near the limit for k drafts are left out; one that its request ends in counts
+in full. So the number of rounds is a stopping time, and the mean stays true. Errors take requests
+as independent, not rounds. A run that was cut short goes on where it ended, as long as weights and
+settings are those of the file.
 """
 
 from __future__ import annotations
@@ -123,14 +124,14 @@ def make_requests(
     ]
 
 
-def full_rounds(ran: Pass, k: int) -> list[RoundRecord]:
+def full_rounds(measured: Pass, k: int) -> list[RoundRecord]:
     """Return the rounds with room for k drafts, by request; a request's first holds none."""
     last = {}
-    for timeline in ran.timelines:
+    for timeline in measured.timelines:
         request = timeline.request
         assert request.params.max_tokens is not None
         last[request.id] = len(request.prompt_ids) + request.params.max_tokens
-    chosen = [r for r in ran.records if r.round > 0 and r.position + k + 1 <= last[r.request]]
+    chosen = [r for r in measured.records if r.round > 0 and r.position + k + 1 <= last[r.request]]
     return sorted(chosen, key=lambda record: record.request)
 
 
@@ -208,9 +209,11 @@ def measure(
     rows = []
     for temperature in temperatures(drafter, rule, options):
         asked_now = make_requests(prompts, options, temperature, f"{temperature}")
-        ran = run_pass(engine, asked_now, concurrency=options.slots)
+        measured_pass = run_pass(engine, asked_now, concurrency=options.slots)
         key = {"drafter": drafter, "verify": rule, "temperature": temperature, "k": k}
-        rows.append({**key, **row_of(full_rounds(ran, k)), "dtype": engine.plan.shape.dtype})
+        rows.append(
+            {**key, **row_of(full_rounds(measured_pass, k)), "dtype": engine.plan.shape.dtype}
+        )
     engine.close()
     return rows
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.auto_k [-m demo] [-m FOLDER] [--spec mtp] [--concurrency 1,4,16] [--repetitions 30]
 
-Every way of decoding runs once a repetition, interleaved by `spd.runtime.lab.sweep`; ratios are of the
-same repetition, and the interval holds their median with 95 % (order statistics). The best fixed k is chosen
-by the same measurements, which favours it. A pass has several times as many requests as are together, so that
-its end, where fewer and fewer are left, counts for little. `--keep` leaves what OUT says of other models.
+Every way of decoding runs once a repetition, interleaved by `spd.runtime.lab.sweep`; ratios are of
+the same repetition, and the interval holds their median with 95 % (order statistics). The best
+fixed k is chosen by the same measurements, which favours it. A pass has several times as many
+requests as are together, so that its end, where fewer and fewer are left, counts for little.
+`--keep` leaves what OUT says of other models.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class ForeignLoad:
         self.at = time.monotonic()
 
     def read(self) -> tuple[float, float]:
-        """Return since this was made: CPUs busy with others on average, and the group's own CPU seconds."""
+        """Return since its start: CPUs busy with others on average, and the group's CPU seconds."""
         own_seconds = group_cpu_seconds(self.group) - self.own_start
         busy = busy_cpu_seconds() - self.busy
         return max(0.0, busy - own_seconds) / max(1e-9, time.monotonic() - self.at), own_seconds

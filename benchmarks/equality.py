@@ -103,8 +103,8 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
             ids = (*before.prompt_ids, *reply, *continuation)
             parts = (len(before.prompt_ids), len(reply), len(continuation))
             spans = tuple(zip(("prompt", "generated", "prompt"), parts, strict=True))
-        heat = TEMPERATURES[(i + i // 3) % 3]
-        params = SamplingParams(temperature=heat, seed=i, max_tokens=tokens, ignore_eos=True)
+        temperature = TEMPERATURES[(i + i // 3) % 3]
+        params = SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True)
         requests.append(Request(f"r{i}", ids, params, spans))
     return requests
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.explain_check [-m demo] [-m FOLDER] [--draft-max 0,1,2,3,4,6,8] [--repetitions 5]
 
-All k run interleaved, one request at a time. What is predicted is held against the tokens a second of the
-rounds that really ran at that k, by the same clock; and the best k by prediction against the measured best.
+All k run interleaved, one request at a time. What is predicted is held against the tokens a second
+of the rounds that really ran at that k, by the same clock; and the best k by prediction against the
+measured best.
 """
 
 from __future__ import annotations

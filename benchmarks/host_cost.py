@@ -89,10 +89,10 @@ Written = list[tuple[Tensor, Tensor]]
 
 def recording(queue: LocalRoundQueue, written: Written) -> Run:
     """Return `Round.run`, recording also what it writes."""
-    honest = queue.round.run
+    original = queue.round.run
 
     def run(*args: Any) -> Any:
-        result = honest(*args)
+        result = original(*args)
         ring, times = queue.rows[queue.launched % len(queue.rows)]
         written.append((ring.clone(), times.clone()))
         return result
@@ -134,10 +134,10 @@ def host_share(
     written: Written,
     engine_options: EngineOptions,
 ) -> dict[str, float]:
-    """The host's share of a step with every slot decoding, over at most `steps` of them, in microseconds.
+    """Return the host's share of a step with every slot decoding, in microseconds.
 
-    By the wall and by the processor: the latter leaves out what other processes took. Raises SystemExit
-    where requests end before every slot decodes.
+    Over at most `steps` steps, by the wall and by the processor: the latter leaves out what other
+    processes took. Raises SystemExit where requests end before every slot decodes.
     """
     engine = engine_of(model, slots, engine_options)
     inside = Clocks()

@@ -1,6 +1,7 @@
 """The tables of README and docs/measurements.md: `python -m benchmarks.readme_tables --write` makes them.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; a test compares it with its files.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; a test compares it with
+its files.
 """
 
 from __future__ import annotations

@@ -117,10 +117,10 @@ def generated(
     command += [] if threads is None else ["--threads", str(threads)]
     environment = {**os.environ, "SPD_CONFIG": os.devnull}
     input_lines = "".join(json.dumps(line) + "\n" for line in lines)
-    ran = subprocess.run(
+    completed = subprocess.run(
         command, input=input_lines, env=environment, capture_output=True, text=True, check=True
     )
-    answers = map(json.loads, ran.stdout.splitlines())
+    answers = map(json.loads, completed.stdout.splitlines())
     return [(answer["text"], answer["usage"]["completion_tokens"]) for answer in answers]
 
 
@@ -178,8 +178,8 @@ def run_cell(
             "tokens": sum(size for _, size in right),
             "differ": sum(
                 size
-                for text, (want, size) in zip(answers_by_chat, right, strict=True)
-                if text != want
+                for text, (expected, size) in zip(answers_by_chat, right, strict=True)
+                if text != expected
             ),
             "left": int(service.counters.get('requests_total{reason="abort"}', 0)),
             "interrupted": int(service.counters["preemptions_total"]),

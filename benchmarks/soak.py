@@ -2,10 +2,11 @@
 
     python -m benchmarks.soak [--requests 2000] [--clients 12] [--model demo] [--threads N] [--out FILE]
 
-Of 100 requests 10 are aborted while they stream, 5 are malformed, 2 are the canary (one greedy question,
-whose answer must always be the first one), 10 come over the Unix socket; the others are chats and
-completions, whole, streamed and held to a schema. Memory, descriptors and threads of the server are read
-each time it is idle. Status 1 where an answer is not what it should be, or the server keeps more and more.
+Of 100 requests 10 are aborted while they stream, 5 are malformed, 2 are the canary (one greedy
+question, whose answer must always be the first one), 10 come over the Unix socket; the others are
+chats and completions, whole, streamed and held to a schema. Memory, descriptors and threads of the
+server are read each time it is idle. Status 1 where an answer is not what it should be, or the
+server keeps more and more.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Soak:
             self.faults += [f"request {number}, {kind}: {fault}"] if fault else []
 
     def run(self, count: int, clients: int, sample_interval: int) -> None:
-        """Send all requests, `clients` at a time; sample the idle server at each `sample_interval`."""
+        """Send all requests, `clients` at a time; sample the server every `sample_interval`."""
         self.samples.append(self._sample())
         with ThreadPoolExecutor(clients) as pool:
             for first in range(0, count, sample_interval):
@@ -230,7 +231,7 @@ def faults_of(soak: Soak) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start a server, ask it, stop it, print and write what came of it; status 1 where anything is wrong."""
+    """Start a server, ask it, stop it, print and write the figures; status 1 on any fault."""
     parser = argparse.ArgumentParser(description="Many short requests to one server.")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=12)

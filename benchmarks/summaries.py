@@ -27,14 +27,14 @@ class Summary:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Summarize a sample; raises ValueError for an empty one, since no figure is better than a made one."""
+    """Summarize a sample; raises ValueError for an empty one."""
     if not values:
         raise ValueError("nothing was measured")
     return Summary(median(values), min(values), max(values), tuple(values))
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Summary:
-    """Summarize the ratios of values measured in the same round, so that a slow minute hits both sides."""
+    """Summarize the ratios of values measured in the same round: a slow minute hits both sides."""
     return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
@@ -43,8 +43,9 @@ def median_interval(
 ) -> tuple[float, float] | None:
     """An interval that holds the median of whatever the sample is from, with at least `confidence`.
 
-    Two order statistics, by the binomial distribution of how many values fall below the median; nothing
-    is assumed of the distribution. None where the sample is too small (fewer than 6 values at 0.95).
+    Two order statistics, by the binomial distribution of how many values fall below the median;
+    nothing is assumed of the distribution. None where the sample is too small (fewer than 6 values
+    at 0.95).
     """
     n = len(values)
     ordered = sorted(values)
@@ -59,10 +60,11 @@ def median_interval(
 
 
 def ratio_of_sums(over: Sequence[float], under: Sequence[float]) -> tuple[float, float | None]:
-    """Sum over sum, and its standard error where pairs are independent and what is inside one is not.
+    """Return sum over sum, and its standard error where pairs are independent.
 
-    Linearised, as for clusters of unequal size (Cochran, Sampling Techniques, 6.3). No error for one pair;
-    raises ValueError where the sum below is not positive.
+    Linearised, as for clusters of unequal size (Cochran, Sampling Techniques, 6.3): what is inside
+    one pair may depend. No error for one pair; raises ValueError where the sum below is not
+    positive.
     """
     total = sum(under)
     n = len(under)

@@ -22,7 +22,7 @@ DEMO_FORMS = (
 FORMS = ("--dtype float32 --kernels torch", "--dtype bfloat16 --kernels torch", "--dtype bfloat16")
 OLD_NATIVE = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 """Whether C kernels of every tree run here: older ones have none for processors with AVX2 alone."""
-ALIKE = "" if OLD_NATIVE else "--dtype float32 --kernels torch"
+SAME_ARITHMETIC = "" if OLD_NATIVE else "--dtype float32 --kernels torch"
 """What makes trees with other C kernels choose one arithmetic."""
 SHELF = """
 import json, shutil, sys
@@ -145,9 +145,12 @@ def demo_cells(prompts: list[str]) -> Iterator[Cell]:
     """
     for shift, spec in enumerate(DRAFTERS):
         ks = (1, 3, 5) if shift else (0,)
-        base = f"generate --threads 1 --seed 7 -n 32 {ALIKE} --spec {spec} --temperature"
+        base = f"generate --threads 1 --seed 7 -n 32 {SAME_ARITHMETIC} --spec {spec} --temperature"
         variants = [
-            (f"{heat} --lag {lag}", k) for heat in ("0", "0.8") for k in ks for lag in range(3)
+            (f"{temperature} --lag {lag}", k)
+            for temperature in ("0", "0.8")
+            for k in ks
+            for lag in range(3)
         ]
         variants += [
             (f"0.8 {form}", ks[-1]) for form in DEMO_FORMS if OLD_NATIVE or "--dtype" not in form
@@ -185,7 +188,7 @@ def family_cells(shelf: Shelf, prompts: list[str]) -> Iterator[Cell]:
         )
         for form in (
             *FORMS[: 3 if OLD_NATIVE else 2],
-            *(f"{form_options} {ALIKE}" for form_options in extra_forms),
+            *(f"{form_options} {SAME_ARITHMETIC}" for form_options in extra_forms),
         ):
             base = f"generate -m {folder} --threads 1 -n 24 --ignore-eos --seed 3 {form}"
             runs = [batch(f"{base} --temperature 0 --spec off", short_prompts, {"logprobs": 3})]
@@ -208,22 +211,27 @@ def other_cells(shelf: Shelf) -> Iterator[Cell]:
     folders = "|".join(folder for folder, _ in shelf.values())
     bad = Path(llama).with_name("bad")
     pair = f"{shelf['llama3'][0]} --draft {llama}"
-    yield "plan/generate", runs(f"generate {ALIKE} --prompt-ids 5,6,7 --seed 3 --json -n 2", PLANS)
+    yield (
+        "plan/generate",
+        runs(f"generate {SAME_ARITHMETIC} --prompt-ids 5,6,7 --seed 3 --json -n 2", PLANS),
+    )
     if OLD_NATIVE:
         yield (
             "plan/inspect",
             runs("inspect --json", f"demo|demo --quantize int8|demo --tp 2|{pair}|{folders}"),
         )
-    refused = runs(f"generate {ALIKE} -n 4 --seed 1", BAD.format(bad, llama))
+    refused = runs(f"generate {SAME_ARITHMETIC} -n 4 --seed 1", BAD.format(bad, llama))
     refused += runs(
         "", f"|nothing|chat|inspect x|inspect -m x|inspect {bad}/cut|inspect {bad}/unread"
     )
     refused.append(
         Run(
-            ["generate", *ALIKE.split(), "--jsonl", "-n", "4", "--seed", "1"],
+            ["generate", *SAME_ARITHMETIC.split(), "--jsonl", "-n", "4", "--seed", "1"],
             LINES.replace("|", "\n"),
         )
     )
-    refused.append(Run(["generate", *ALIKE.split(), "--ctx", "64", "--seed", "1", "word " * 200]))
+    refused.append(
+        Run(["generate", *SAME_ARITHMETIC.split(), "--ctx", "64", "--seed", "1", "word " * 200])
+    )
     yield "refused", refused
     yield "kernels/sm_90", [Run(["--compile", "90"])]

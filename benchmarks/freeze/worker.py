@@ -1,7 +1,7 @@
 """Runs command lines of spd in the tree that PYTHONPATH names; `python -m benchmarks.freeze` starts it.
 
-A job is a line of JSON on standard input, and so is its answer. The job `--compile ARCH` compiles the kernels
-that the tree describes, by the tree's own script.
+A job is a line of JSON on standard input, and so is its answer. The job `--compile ARCH` compiles
+the kernels that the tree describes, by the tree's own script.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Worker processes, one an engine: each loads once and generates on request, so that runs interleave."""
+"""Worker processes, one an engine: each loads once and generates on request: runs interleave."""

@@ -72,7 +72,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison and write the JSON; status 1 when an entry failed, or spd's own text differed."""
+    """Run the comparison and write the JSON; status 1 if an entry failed or spd's text differed."""
     options = parse_options(arguments)
     # A stopped worker would outlive its parent, so a polite kill must pass through the end of `measure`.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

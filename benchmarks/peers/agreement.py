@@ -39,14 +39,14 @@ def figures(counted: Speculation) -> dict[str, Any]:
     }
 
 
-def agreement(mine: Mapping[str, Any], its: Mapping[str, Any]) -> dict[str, Any]:
+def agreement(compared: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Return the relative differences of two engines' `figures`, the largest, and a verdict."""
     differences = {
-        name: mine[name] / its[name] - 1
+        name: compared[name] / base[name] - 1
         for name in ("acceptance_rate", "acceptance_length")
-        if its[name]
+        if base[name]
     }
-    positions = zip(mine["per_position"], its["per_position"], strict=False)
+    positions = zip(compared["per_position"], base["per_position"], strict=False)
     for number, (first, second) in enumerate(positions, 1):
         if second:
             differences[f"position {number}"] = first / second - 1
@@ -60,11 +60,11 @@ def agreement_lines(report: Mapping[str, Any]) -> list[str]:
     for pair, comparison in report["agreement"].items():
         words = "agree" if comparison["agree"] else "differ"
         lines.append(f"acceptance of {pair}: {words}, {comparison['largest']:.1%} apart at most")
-        mine, its = (report["entries"][name]["acceptance"] for name in pair.split(" / "))
+        compared, base = (report["entries"][name]["acceptance"] for name in pair.split(" / "))
         for name in ("acceptance_rate", "acceptance_length"):
-            lines.append(f"  {name:<20}{mine[name]:>8.4f}{its[name]:>8.4f}")
+            lines.append(f"  {name:<20}{compared[name]:>8.4f}{base[name]:>8.4f}")
         for number, both in enumerate(
-            zip(mine["per_position"], its["per_position"], strict=False), 1
+            zip(compared["per_position"], base["per_position"], strict=False), 1
         ):
             lines.append(f"  {f'position {number}':<20}{both[0]:>8.4f}{both[1]:>8.4f}")
     return lines

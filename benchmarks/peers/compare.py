@@ -1,4 +1,4 @@
-"""Interleaved rounds over loaded workers, one request at a time, and the report of everything measured."""
+"""Interleaved rounds over loaded workers, one request at a time, and the report of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Tally:
 
 
 def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start every worker, run the rounds, and return the report; a worker that fails to load is left out."""
+    """Start every worker, run the rounds, and return the report.
+
+    A worker that fails to load is left out.
+    """
     vocab = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     round_prompts = prompts(options, options.rounds, vocab)
     failures: dict[str, str] = {}
@@ -100,7 +103,7 @@ def report(
     failures: Mapping[str, str],
     loads: Mapping[str, Mapping[str, LoadTally]],
 ) -> dict[str, Any]:
-    """Gather the figures: medians, equality with spd's plain text, paired ratios, verify against decode."""
+    """Return the figures: medians, equality with spd's plain text, paired ratios, verify times."""
     rows = tallies.get(ROWS_ENTRY)
     compared = {
         name: tally for name, tally in tallies.items() if name != ROWS_ENTRY and tally.answers
@@ -146,10 +149,10 @@ def report(
             "decode_ms": summarize([decode_ms for _, decode_ms in pairs]).as_dict(),
             "ratio": paired_ratio(*zip(*pairs, strict=True)).as_dict(),
         }
-    for mine, its in AGREEING:
-        both = [result["entries"].get(name, {}).get("acceptance") for name in (mine, its)]
+    for first, second in AGREEING:
+        both = [result["entries"].get(name, {}).get("acceptance") for name in (first, second)]
         if all(both):
-            result["agreement"][f"{mine} / {its}"] = agreement(*both)
+            result["agreement"][f"{first} / {second}"] = agreement(*both)
     return result
 
 
@@ -183,5 +186,14 @@ def _equality(answers: Sequence[Answer], reference: Sequence[Answer]) -> dict[st
     firsts: list[int | None] = []
     for answer, other in zip(answers, reference, strict=True):
         pairs = zip(answer.token_ids, other.token_ids, strict=True)
-        firsts.append(next((at for at, (mine, its) in enumerate(pairs) if mine != its), None))
+        firsts.append(
+            next(
+                (
+                    at
+                    for at, (token, reference_token) in enumerate(pairs)
+                    if token != reference_token
+                ),
+                None,
+            )
+        )
     return {"equal_texts": firsts.count(None), "texts": len(firsts), "first_difference": firsts}

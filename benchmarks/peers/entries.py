@@ -1,4 +1,4 @@
-"""The processes of a comparison: each peer in each mode, with the environment that its makers advise."""
+"""The processes of a comparison: each peer in each mode, with its makers' environment."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The llama.cpp worker: its own server on loopback, plain, with a draft model or by n-gram lookup.
 
-`--build DIR` is llama.cpp's source with `build/bin/llama-server`. Checkpoints are converted once by its own
-script and kept beside the build. Requests run in threads; the server streams each token, so tokens that were
-accepted together arrive as several chunks, and steps are counted from what it says of drafts.
+`--build DIR` is llama.cpp's source with `build/bin/llama-server`. Checkpoints are converted once by
+its own script and kept beside the build. Requests run in threads; the server streams each token, so
+tokens that were accepted together arrive as several chunks, and steps are counted from what it says
+of drafts.
 """
 
 from __future__ import annotations

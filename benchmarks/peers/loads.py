@@ -1,4 +1,4 @@
-"""Several requests together, so many at a time or at a rate: every worker in turn, by the same clock."""
+"""Several requests together, at a number or a rate: every worker in turn, by the same clock."""
 
 from __future__ import annotations
 

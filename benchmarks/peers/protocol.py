@@ -1,8 +1,9 @@
 """The worker side of a peer benchmark: JSON lines on stdin and stdout, one object a line.
 
-Owns the loop and the words, so that every engine is timed alike. A worker answers {"op": "generate"} with
-token ids and the arrival time of every chunk, and {"op": "pass"} with the same for many requests that run
-together; what the engine itself prints goes to stderr, where it cannot spoil the lines.
+Owns the loop and the words, so that every engine is timed alike. A worker answers {"op":
+"generate"} with token ids and the arrival time of every chunk, and {"op": "pass"} with the same for
+many requests that run together; what the engine itself prints goes to stderr, where it cannot spoil
+the lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The spd workers: the public engine, plain or with a draft model at fixed k, and the cost of rows.
 
-`--rows R` serves the other measurement: two engines in this one process, the plain one (1 row a round)
-and one at fixed k = R - 1 (R rows), generate in turn, and their traces give the time of one verify.
+`--rows R` serves the other measurement: two engines in this one process, the plain one (1 row a
+round) and one at fixed k = R - 1 (R rows), generate in turn, and their traces give the time of one
+verify.
 """
 
 from __future__ import annotations
@@ -115,10 +116,10 @@ class RowsEngine:
         return versions()
 
     def generate(self, prompt_ids: Sequence[int], tokens: int, **extra: Any) -> Generation:
-        """Generate with each engine in turn; the extra fields are medians of one verify in milliseconds.
+        """Generate with each engine in turn; extra fields are medians of a verify in milliseconds.
 
-        The first round of a request is left out (it follows the prefill), and so are rounds at its end
-        that verified fewer rows.
+        The first round of a request is left out (it follows the prefill), and so are rounds at its
+        end that verified fewer rows.
         """
         self.requests += 1
         verify_times: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Engines that go on step by step, by one clock: the same definitions of load and latency for each."""
+"""Engines that go on step by step, by one clock: the same definitions of load and latency."""
 
 from __future__ import annotations
 

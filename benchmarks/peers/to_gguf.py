@@ -1,8 +1,8 @@
 """A checkpoint into llama.cpp's format by its own script: `python to_gguf.py LLAMA_CPP MODEL OUT DTYPE`.
 
-The script knows tokenizers by a hash of what they make of a text, and refuses the others; the recipes'
-byte-level ones split as GPT-2's does, so that is the name they get. It also imports a package before it looks
-for the file which that would read. No text is read in the comparison.
+The script knows tokenizers by a hash of what they make of a text, and refuses the others; the
+recipes' byte-level ones split as GPT-2's does, so that is the name they get. It also imports a
+package before it looks for the file which that would read. No text is read in the comparison.
 """
 
 from __future__ import annotations

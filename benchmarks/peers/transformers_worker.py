@@ -1,4 +1,4 @@
-"""The transformers worker: `generate`, plain, with an assistant at a constant k, or by prompt lookup."""
+"""The transformers worker: `generate`, plain, with an assistant at constant k, or by lookup."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The vLLM worker for CPU: one engine, plain, with a draft model or by n-gram lookup, stepped by hand.
 
-The environment (`VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`) is set by `entries.py`, before
-vLLM is imported. Prefix caching is off, or a repeated prompt would be no prefill at all.
+The environment (`VLLM_CPU_KVCACHE_SPACE`, `VLLM_CPU_OMP_THREADS_BIND`) is set by `entries.py`,
+before vLLM is imported. Prefix caching is off, or a repeated prompt would be no prefill at all.
 """
 
 from __future__ import annotations

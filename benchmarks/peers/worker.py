@@ -104,7 +104,7 @@ class Worker:
         return self._process.pid
 
     def pause(self) -> None:
-        """Stop the worker's processes, so that none of their threads spins beside another worker."""
+        """Stop the worker's processes, so that no thread of theirs spins beside another worker."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -139,7 +139,7 @@ class Worker:
         arrivals: Sequence[float] | None,
         timeout: float,
     ) -> dict[str, Any]:
-        """Ask for `tokens` tokens of each prompt; returns the worker's object, a `protocol.PassResult`."""
+        """Ask for `tokens` tokens of each prompt; return a `protocol.PassResult` as JSON."""
         request = {"op": "pass", "prompts": prompts, "tokens": tokens, "concurrency": concurrency}
         answer = self._ask({**request, "arrivals": arrivals}, timeout)
         for generation in answer["requests"]:

@@ -52,9 +52,9 @@ class Step:
 
     def run(self, done: Mapping[str, Finding]) -> Finding:
         """Check, unless something needed has failed; never raises an Exception."""
-        lacking = [name for name in self.needs if name in done and done[name].status == FAILED]
-        if lacking:
-            return Finding(WARNING, f"not checked, because {lacking[0]} failed")
+        failed = [name for name in self.needs if name in done and done[name].status == FAILED]
+        if failed:
+            return Finding(WARNING, f"not checked, because {failed[0]} failed")
         try:
             return self.check()
         except Exception as error:

@@ -302,11 +302,11 @@ def bottleneck(e: Explanation) -> str:
     added = dict(e.parts)
     plain = round_parts(e.costs, 0)
     added["verification"] -= plain["verification"] * e.plain.round_ms / sum(plain.values())
-    dearest = max(added, key=lambda part: added[part])
+    costliest = max(added, key=lambda part: added[part])
     if now.round_ms < 1.1 * e.plain.round_ms:
         return "acceptance: the rounds are as cheap as plain ones"
-    if now.speed_up < 1 and now.length * e.plain.round_ms <= now.round_ms - added[dearest]:
-        return f"acceptance: without {dearest} it would not pay either"
+    if now.speed_up < 1 and now.length * e.plain.round_ms <= now.round_ms - added[costliest]:
+        return f"acceptance: without {costliest} it would not pay either"
     return max(e.parts, key=lambda part: e.parts[part])
 
 

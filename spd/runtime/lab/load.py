@@ -91,7 +91,7 @@ def run_pass(
 
 @dataclass(frozen=True)
 class Load:
-    """The arrival of requests: so many at a time, or a rate (requests a second) into as many slots."""
+    """The arrival of requests: so many at a time, or a rate (a second) into as many slots."""
 
     concurrency: int = 1
     rate: float | None = None

@@ -224,17 +224,17 @@ def _ratio(speed: Interval, base: Interval) -> Interval:
     return repeat_interval([value / base_value for value, base_value in pairs])
 
 
-def verdict(spread: Interval | None) -> str:
+def verdict(ratio: Interval | None) -> str:
     """Return `faster`, `slower`, or `within noise` where the interval of a ratio holds 1."""
-    if spread is None:
+    if ratio is None:
         return ""
-    if spread["low"] is None or spread["high"] is None or spread["low"] <= 1 <= spread["high"]:
+    if ratio["low"] is None or ratio["high"] is None or ratio["low"] <= 1 <= ratio["high"]:
         return "within noise"
-    return "faster" if spread["low"] > 1 else "slower"
+    return "faster" if ratio["low"] > 1 else "slower"
 
 
 CONDITIONS = ("device", "dtype", "quantize", "kernels", "threads")
-"""Fields of a plan that a comparison may be about: rows match although they differ; it is reported."""
+"""Fields of a plan that may differ between matching rows; a difference is reported."""
 
 
 def compare_results(before: Result, after: Result, threshold: float) -> dict[str, Any]:
@@ -352,14 +352,14 @@ def repeat_interval(values: Sequence[float]) -> Interval:
             "half_width": None,
         }
     logarithms = sorted(log(value) for value in values)
-    drawn_in = n >= WINSORIZED
-    if drawn_in:
+    is_winsorized = n >= WINSORIZED
+    if is_winsorized:
         logarithms[0] = logarithms[1]
         logarithms[-1] = logarithms[-2]
-    deviation = stdev(logarithms) / (1 - 2 * drawn_in / n)
-    reach = student_quantile(n - 1 - 2 * drawn_in) * deviation * sqrt(pi / n)
-    low = middle * exp(-reach)
-    high = middle * exp(reach)
+    deviation = stdev(logarithms) / (1 - 2 * is_winsorized / n)
+    log_half_width = student_quantile(n - 1 - 2 * is_winsorized) * deviation * sqrt(pi / n)
+    low = middle * exp(-log_half_width)
+    high = middle * exp(log_half_width)
     share = (high - low) / (2 * middle)
     return {
         "median": middle,
@@ -370,10 +370,10 @@ def repeat_interval(values: Sequence[float]) -> Interval:
     }
 
 
-def student_quantile(freedom: int) -> float:
+def student_quantile(degrees: int) -> float:
     """Return the value that Student's t exceeds in 5 % of cases, to 1 %.
 
     Source: Abramowitz & Stegun 26.7.5, and the exact value at 1.
     """
-    series = 1.96 + 2.372 / freedom + 2.822 / freedom**2 + 2.556 / freedom**3 + 1.590 / freedom**4
-    return 12.706 if freedom == 1 else series
+    series = 1.96 + 2.372 / degrees + 2.822 / degrees**2 + 2.556 / degrees**3 + 1.590 / degrees**4
+    return 12.706 if degrees == 1 else series

@@ -143,7 +143,7 @@ class Sweep:
     def _requests(
         self, index: int, work: Workload, numbers: Sequence[int], tag: str
     ) -> list[Request]:
-        """Return requests of a configuration, with the same seeds for every engine and repetition."""
+        """Return requests of a configuration, with the same seeds for every engine."""
         return [
             self.prompts[index][prompt_number].request(
                 f"{tag}.{number}",

@@ -29,7 +29,7 @@ TESTED_ROWS = TOKEN_TILES[-1]
 
 
 class TileAnswer(TypedDict("TileBound", {"for": dict[str, str]})):
-    """The widest tiles of one kind of GPU, and the file that stores them, if it could be written."""
+    """The widest tiles of one kind of GPU, and the file that stores them, if it was written."""
 
     widest: TokenTileLimits
     file: str | None

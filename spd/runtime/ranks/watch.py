@@ -63,9 +63,9 @@ class _RankStatus:
 class RankMonitor:
     """A thread that checks every rank; `failure` is set once one has failed, and all are ended.
 
-    Each check sends the others a heartbeat. Where rank 0 does not notice a failure, because it hangs
-    or has nothing to do, the thread ends with the EngineError that rank 0 would have raised: see
-    `threading.excepthook`.
+    Each check sends the others a heartbeat. Where rank 0 does not notice a failure, because it
+    hangs or has nothing to do, the thread ends with the EngineError that rank 0 would have raised:
+    see `threading.excepthook`.
     """
 
     def __init__(
