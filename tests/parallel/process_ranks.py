@@ -40,8 +40,8 @@ count_calls("gather", lambda group, part: part.nbytes * (group.size - 1))
 count_calls("broadcast", lambda group, tensor: tensor.nbytes if group.rank else 0)
 opened = []
 
-def open_and_record(*arguments, original=communicator.open_ranks):
-    opened.append(original(*arguments))
+def open_and_record(*arguments, original=communicator.open_ranks, **keywords):
+    opened.append(original(*arguments, **keywords))
     return opened[-1]
 
 def write_traffic(device, number):

@@ -107,7 +107,7 @@ def check_family(name: str, ranks: int, folder: Path, groups: list[int]) -> None
 
 @pytest.mark.covers(count=1)
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
-@pytest.mark.parametrize("clusters", [{"clusters": 4, "kept": 3}, {}])
+@pytest.mark.parametrize("clusters", [{"clusters": 4, "selected": 3}, {}])
 def test_an_assistant_s_ranks_are_its_target_s(
     tmp_path: Path, family: str, clusters: dict[str, int]
 ) -> None:

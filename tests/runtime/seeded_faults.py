@@ -92,7 +92,13 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Mutation:
 
     def apply(patch: Patch) -> None:
         honest = getattr(owner, name)
-        patch.setattr(owner, name, lambda *args: change(honest, *args))
+        signature = inspect.signature(honest)
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            return change(honest, *bound.args, **bound.kwargs)
+
+        patch.setattr(owner, name, changed)
 
     return apply
 

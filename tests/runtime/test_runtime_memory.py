@@ -412,7 +412,11 @@ def test_running_out_of_memory_while_running_is_reported(
     late = module_path.startswith("after")
     error = torch.OutOfMemoryError("CUDA out of memory")
     pass_on = fail(MemoryError(), after)(lambda result: result)
-    broken = (lambda *args: pass_on(real(*args))) if late else fail(error, after)(real)
+
+    def call_and_fail(*args: Any, **kwargs: Any) -> Any:
+        return pass_on(real(*args, **kwargs))
+
+    broken = call_and_fail if late else fail(error, after)(real)
     monkeypatch.setattr(owner, name, broken)
     long = SamplingParams(max_tokens=30, ignore_eos=True)
     for i, prompt in enumerate(PROMPTS):
