@@ -51,9 +51,9 @@ def test_rounds_are_rehearsed(rehearsal: None, tmp_path: Path, monkeypatch: Patc
     monkeypatch.setattr(gpu_helpers, "every_kind", short)
     for name, method, k in (("bfloat16", "draft", 4), ("hybrid", "mtp", 3), ("float32", "off", 0)):
         models = {name: test_gpu_rounds.make_model(name, tmp_path)}
-        test_gpu_rounds.test_alone(models, name, method, k)
+        test_gpu_rounds.test_requests_alone_give_the_plain_text(models, name, method, k)
         if name == "bfloat16":
-            test_gpu_rounds.test_lengths_that_change(models)
+            test_gpu_rounds.test_changing_draft_lengths_give_the_plain_text(models)
 
 
 def test_captures_ahead_are_rehearsed(rehearsal: None) -> None:

@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.mark.covers(1)
 @pytest.mark.parametrize("dtype", NATIVE)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_of_every_family(model: Tiny, shape: str, dtype: str) -> None:
+def test_logits_of_every_family_are_near_float32(model: Tiny, shape: str, dtype: str) -> None:
     """Bfloat16: no farther from float32 than twice torch's is."""
     folder = model(shape)
     prompt = random_prompts(1, 90, 250, seed=len(shape))[0]
@@ -133,7 +133,7 @@ def test_the_target_alone_decides(model: Tiny) -> None:
     assert collect_outputs(run_all(speculated, *work)) == collect_outputs(run_all(plain, *work))
 
 
-def test_why_not(model: Tiny, monkeypatch: Patch) -> None:
+def test_the_reason_against_c_kernels_is_reported(model: Tiny, monkeypatch: Patch) -> None:
     """What cannot be had is refused where it was asked for, and named in the plan where it was
     not."""
     dense = model("tiny-qwen3")

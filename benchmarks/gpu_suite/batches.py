@@ -57,7 +57,7 @@ FEWEST_TURNS = 10
 SECONDS_A_CASE = 9.0
 SPAN_TOKENS = 20
 PROMPT = 128
-WARM = 12
+WARM_ROUNDS = 12
 CONTEXT = 960
 """Tokens of a prompt, rounds before the first span, positions of a slot besides those of `FILL`
 rounds."""
@@ -175,7 +175,7 @@ def build(config: EngineConfig, kind: str, vocab: int, length: float) -> Runner:
     start(engine, prompts, GREEDY, 2)
     if kind == "auto":
         capture_every_length(engine)
-    for _ in range(WARM):
+    for _ in range(WARM_ROUNDS):
         engine.step()
     return Runner(engine, Recorder.of(engine), config.slots, acceptance_rate(length, K))
 
@@ -254,7 +254,7 @@ def run(
                     for kind in kinds
                 }
                 case = compare_kinds(configs, target.vocab, length)
-                context = PROMPT + WARM + SPAN_TOKENS * case["auto_over_plain"]["turns"] // 2
+                context = PROMPT + WARM_ROUNDS + SPAN_TOKENS * case["auto_over_plain"]["turns"] // 2
                 floor_us = 1e6 * round_bytes(target, None, [context] * slots, 0) / rate
                 case["plain"]["share_of_floor"] = floor_us / case["plain"]["round_us"]
                 results[name] = case

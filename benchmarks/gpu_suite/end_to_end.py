@@ -61,7 +61,7 @@ READ_GIB = 2.0
 FILTERED = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.95, repetition_penalty=1.1, ignore_eos=True, seed=7
 )
-WARM = SamplingParams(temperature=0.8, ignore_eos=True, seed=7)
+SAMPLED_PARAMS = SamplingParams(temperature=0.8, ignore_eos=True, seed=7)
 
 
 def config_of(
@@ -144,7 +144,7 @@ def sample_kinds(engine: Engine, target: Shape, load: Load) -> dict[str, Any]:
     """Measure rounds that sample and rounds that choose greedily, and their host reads."""
     recorder = Recorder.of(engine)
     results: dict[str, Any] = {}
-    for name, params in (("greedy", GREEDY), ("noise", WARM), ("filtered", FILTERED)):
+    for name, params in (("greedy", GREEDY), ("noise", SAMPLED_PARAMS), ("filtered", FILTERED)):
         results[name] = measure_load(engine, recorder, replace(load, params=params), target.vocab)
     results["host_reads"] = host_reads(engine, load.rounds)
     return results

@@ -331,23 +331,23 @@ def gate_lines(probes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [verdict.line() for verdict in judge(probes)]
 
 
-ALL_WELL = 0
-NOT_WELL = 1
+PASSED = 0
+FAILED = 1
 NOT_MEASURED = 4
 UNFINISHED = ("cut short", "not run")
 """Statuses of probes that did nothing wrong, but had no more time."""
 
 
 def exit_status(probes: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return NOT_WELL if a gate is missed or a probe failed, NOT_MEASURED if anything is
+    """Return FAILED if a gate is missed or a probe failed, NOT_MEASURED if anything is
     missing."""
     verdicts = judge(probes)
     statuses = [probe["status"] for probe in probes.values()]
     is_missed = any(verdict.figure is not None and not verdict.met for verdict in verdicts)
     if is_missed or any(status not in ("ok", *UNFINISHED) for status in statuses):
-        return NOT_WELL
+        return FAILED
     required = [verdict for verdict in verdicts if not verdict.gate.reported]
     unfinished = any(verdict.figure is None for verdict in required) or any(
         verdict in UNFINISHED for verdict in statuses
     )
-    return NOT_MEASURED if unfinished else ALL_WELL
+    return NOT_MEASURED if unfinished else PASSED

@@ -14,7 +14,7 @@ from spd.runtime import Engine, Request
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.lab.rows import percentile
 
-WARMING = 8
+WARM_UP_TOKENS = 8
 """Tokens of a request that captures what the next one runs."""
 
 
@@ -59,7 +59,7 @@ def first_tokens(engine: Engine, prompt: int, vocab: int) -> dict[str, Any]:
 
 def token_gaps(engine: Engine, prompt: int, tokens: int, vocab: int) -> dict[str, Any]:
     """Measure one request's acceptance and ms between its emissions, after graphs are captured."""
-    run_alone(engine, random_prompt(prompt, vocab, 103), WARMING)
+    run_alone(engine, random_prompt(prompt, vocab, 103), WARM_UP_TOKENS)
     metrics, came = run_alone(engine, random_prompt(prompt, vocab, 104), tokens)
     gaps = [1e3 * (after - before) for before, after in pairwise(came)]
     return {

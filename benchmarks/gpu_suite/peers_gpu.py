@@ -33,8 +33,8 @@ from spd.runtime import Engine, Request
 Generate = Callable[[int], None]
 """Generates so many tokens after the prompt."""
 PROMPT = 128
-FEW = 8
-MANY = 72
+FIRST_TOKEN = 8
+LAST_TOKEN = 72
 POSITIONS = 256
 K = 4
 FORCED_TOKEN = 7
@@ -44,15 +44,15 @@ SECONDS = 8.0
 
 
 def tokens_a_second(generate: Generate) -> float:
-    """Return the speed between the FEW-th token and the MANY-th."""
+    """Return the speed between token FIRST_TOKEN and token LAST_TOKEN."""
     seconds = []
-    for tokens in (FEW, MANY):
+    for tokens in (FIRST_TOKEN, LAST_TOKEN):
         synchronize()
         began = time.perf_counter()
         generate(tokens)
         synchronize()
         seconds.append(time.perf_counter() - began)
-    return (MANY - FEW) / (seconds[1] - seconds[0])
+    return (LAST_TOKEN - FIRST_TOKEN) / (seconds[1] - seconds[0])
 
 
 def interleave(
@@ -68,7 +68,7 @@ def interleave(
     left = dict(contenders)
     for name, generate in contenders.items():  # warm: compiles, captures
         try:
-            generate(MANY)
+            generate(LAST_TOKEN)
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {str(error)[:400]}"
             del left[name]
@@ -250,7 +250,9 @@ def run_compiled(
             began = time.perf_counter()
             try:
                 peer = build()
-                peer(MANY)  # transformers keeps the larger cache, and what was compiled for it
+                peer(
+                    LAST_TOKEN
+                )  # transformers keeps the larger cache, and what was compiled for it
             except Exception as error:
                 report[name] = {"errors": {name: f"{type(error).__name__}: {str(error)[:400]}"}}
                 yield report
@@ -286,12 +288,12 @@ def run_static() -> Iterator[dict[str, Any]]:
 def warm_loop() -> dict[str, Any]:
     """Compile the loop's step, for torch's caches on disk; the quick way first."""
     for tuned in (False, True):
-        loop_contender(QWEN3_8B, tuned=tuned)(FEW)
+        loop_contender(QWEN3_8B, tuned=tuned)(FIRST_TOKEN)
         free_memory()
     return {}
 
 
 def warm_static() -> dict[str, Any]:
     """Compile transformers' step, for torch's caches on disk."""
-    static_contender(QWEN3_8B)(MANY)
+    static_contender(QWEN3_8B)(LAST_TOKEN)
     return {}

@@ -9,12 +9,12 @@ from spd.runtime import EngineConfig
 from spd.runtime.plan import machine
 from spd.runtime.plan.plan import EnginePlan, make_plan
 
-BOUNDLESS = 2**62
+UNLIMITED_BYTES = 2**62
 
 
 def plan_anyway(config: EngineConfig) -> EnginePlan:
     """Return the plan of an engine with every slot at full length, even if it does not fit."""
-    with mock.patch.object(machine, "free_memory", lambda device: BOUNDLESS):
+    with mock.patch.object(machine, "free_memory", lambda device: UNLIMITED_BYTES):
         return make_plan(config)
 
 

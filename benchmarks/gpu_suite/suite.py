@@ -46,28 +46,28 @@ class Probe:
     is_default: bool = True
 
 
-HERE = "benchmarks.gpu_suite"
+PACKAGE = "benchmarks.gpu_suite"
 PROBES = (
-    Probe("device", f"{HERE}.measure:describe_gpu", 10),
-    Probe("warm_up", f"{HERE}.warm_up:run", 90),
-    Probe("bandwidth", f"{HERE}.bandwidth:run", 12),
-    Probe("spd_demo", f"{HERE}.spd_rounds:run", 55),
-    Probe("self_draft", f"{HERE}.spd_rounds:run_self_draft", 28),
-    Probe("gpu_tests", f"{HERE}.lane:run", 90),
-    Probe("plain", f"{HERE}.end_to_end:run_plain", 40),
-    Probe("draft", f"{HERE}.end_to_end:run_draft", 60),
-    Probe("eagle3", f"{HERE}.end_to_end:run_eagle3", 60, is_default=False),
-    Probe("eight_bit_rounds", f"{HERE}.eight_bit_rounds:run", 240, is_default=False),
-    Probe("sparse_models", f"{HERE}.sparse_models:run", 240, is_default=False),
-    Probe("kernel_table", f"{HERE}.kernel_table:run", 25),
-    Probe("recurrent_table", f"{HERE}.kernel_table:run_recurrent", 25, is_default=False),
-    Probe("peers_eager", f"{HERE}.peers_gpu:run_eager", 40),
-    Probe("peers_loop", f"{HERE}.peers_gpu:run_loop", 45),
-    Probe("batches", f"{HERE}.batches:run", 45),
-    Probe("peers_static", f"{HERE}.peers_gpu:run_static", 90, is_default=False),
-    Probe("self_draft_long", f"{HERE}.spd_rounds:run_self_draft_long", 180, is_default=False),
-    Probe("spd_medium", f"{HERE}.spd_rounds:run_medium", 120, is_default=False),
-    Probe("token_tiles", f"{HERE}.kernel_table:run_token_tiles", 90, is_default=False),
+    Probe("device", f"{PACKAGE}.measure:describe_gpu", 10),
+    Probe("warm_up", f"{PACKAGE}.warm_up:run", 90),
+    Probe("bandwidth", f"{PACKAGE}.bandwidth:run", 12),
+    Probe("spd_demo", f"{PACKAGE}.spd_rounds:run", 55),
+    Probe("self_draft", f"{PACKAGE}.spd_rounds:run_self_draft", 28),
+    Probe("gpu_tests", f"{PACKAGE}.lane:run", 90),
+    Probe("plain", f"{PACKAGE}.end_to_end:run_plain", 40),
+    Probe("draft", f"{PACKAGE}.end_to_end:run_draft", 60),
+    Probe("eagle3", f"{PACKAGE}.end_to_end:run_eagle3", 60, is_default=False),
+    Probe("eight_bit_rounds", f"{PACKAGE}.eight_bit_rounds:run", 240, is_default=False),
+    Probe("sparse_models", f"{PACKAGE}.sparse_models:run", 240, is_default=False),
+    Probe("kernel_table", f"{PACKAGE}.kernel_table:run", 25),
+    Probe("recurrent_table", f"{PACKAGE}.kernel_table:run_recurrent", 25, is_default=False),
+    Probe("peers_eager", f"{PACKAGE}.peers_gpu:run_eager", 40),
+    Probe("peers_loop", f"{PACKAGE}.peers_gpu:run_loop", 45),
+    Probe("batches", f"{PACKAGE}.batches:run", 45),
+    Probe("peers_static", f"{PACKAGE}.peers_gpu:run_static", 90, is_default=False),
+    Probe("self_draft_long", f"{PACKAGE}.spd_rounds:run_self_draft_long", 180, is_default=False),
+    Probe("spd_medium", f"{PACKAGE}.spd_rounds:run_medium", 120, is_default=False),
+    Probe("token_tiles", f"{PACKAGE}.kernel_table:run_token_tiles", 90, is_default=False),
 )
 
 
@@ -120,7 +120,7 @@ def run_here(function: str, result: Path, seconds: float = float("inf")) -> int:
 
 def child_command(function: str, result: Path, seconds: float) -> list[str]:
     """Return the command that runs one probe in another process."""
-    command = [sys.executable, "-m", HERE, "--child", function, "--child-result", str(result)]
+    command = [sys.executable, "-m", PACKAGE, "--child", function, "--child-result", str(result)]
     return [*command, "--child-seconds", str(seconds)]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from benchmarks.environment import ROOT
 from benchmarks.gpu_suite.suite import environment
 
-PAUSE = 0.1
+POLL_SECONDS = 0.1
 """Seconds between two looks."""
 
 
@@ -27,7 +27,7 @@ def run_together(
 def watch_together(
     commands: Mapping[str, Sequence[str]], max_running: int = 64
 ) -> Generator[tuple[str, int] | None, None, None]:
-    """Run as `run_together` does, and yield None after every PAUSE, so that the caller can look at
+    """Run as `run_together` does, and yield None after every POLL_SECONDS, so that the caller can look at
     logs."""
     two_threads = {**environment(), "OMP_NUM_THREADS": "2"}
     waiting = list(commands.items())
@@ -45,7 +45,7 @@ def watch_together(
                 )
             for name in [name for name, child in running.items() if child.poll() is not None]:
                 yield name, running.pop(name).returncode
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
             yield None
     finally:
         for child in running.values():

@@ -20,7 +20,7 @@ from benchmarks.gpu_suite.batches import CASES as BATCH_CASES
 from benchmarks.gpu_suite.end_to_end import (
     FILTERED,
     LENGTHS_OF_K,
-    WARM,
+    SAMPLED_PARAMS,
     config_of,
     fix_draft_length,
 )
@@ -29,7 +29,7 @@ from benchmarks.gpu_suite.round_times import GREEDY, random_prompt, start, stop,
 from benchmarks.gpu_suite.shapes import EAGLE_SIZE, QWEN3_8B, SHAPES, shortened
 from benchmarks.gpu_suite.spd_rounds import compare, demo_prompts
 from benchmarks.gpu_suite.speculation import reference_length
-from benchmarks.gpu_suite.suite import HERE, child_command
+from benchmarks.gpu_suite.suite import PACKAGE, child_command
 from benchmarks.gpu_suite.together import watch_together
 from spd.formats.demo import demo_draft_folder, demo_folder
 from spd.runtime import Engine
@@ -41,13 +41,13 @@ LIMIT = 72.0
 """Seconds for all tasks: less than the probe is given, so that it ends by itself."""
 TASKS = {
     **{
-        f"kernels {part}": f"{HERE}.kernel_table:warm_part:{part}:{KERNEL_PARTS}"
+        f"kernels {part}": f"{PACKAGE}.kernel_table:warm_part:{part}:{KERNEL_PARTS}"
         for part in range(KERNEL_PARTS)
     },
-    **{shape.name: f"{HERE}.warm_up:dry_run:{shape.name}" for shape in SHAPES},
-    "speculation": f"{HERE}.warm_up:dry_speculation",
-    "demo": f"{HERE}.warm_up:dry_demo",
-    "compiled loop": f"{HERE}.peers_gpu:warm_loop",
+    **{shape.name: f"{PACKAGE}.warm_up:dry_run:{shape.name}" for shape in SHAPES},
+    "speculation": f"{PACKAGE}.warm_up:dry_speculation",
+    "demo": f"{PACKAGE}.warm_up:dry_demo",
+    "compiled loop": f"{PACKAGE}.peers_gpu:warm_loop",
 }
 
 
@@ -56,7 +56,7 @@ def dry_run(name: str) -> dict[str, Any]:
     [shape] = [shape for shape in SHAPES if shape.name == name]
 
     def work(engine: Engine) -> dict[str, Any]:
-        for params in (GREEDY, WARM, FILTERED):
+        for params in (GREEDY, SAMPLED_PARAMS, FILTERED):
             start(engine, [random_prompt(PROMPT, shape.vocab, 0)], params, 3)
             stop(engine, 1)
         return {}

@@ -152,7 +152,7 @@ def test_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("TURNS", 6),
         ("FEWEST_TURNS", 6),
         ("SPAN_TOKENS", 3),
-        ("WARM", 2),
+        ("WARM_ROUNDS", 2),
         ("PROMPT", 16),
     ):
         monkeypatch.setattr(batches, name, value)

@@ -28,7 +28,7 @@ PUBLISHED = [Shape(48, 16, 128, 128), Shape(32, 16, 128, 128)]
 
 
 @pytest.mark.parametrize("shape", [*PUBLISHED, Shape(3, 1, 24, 40)], ids=str)
-def test_rows_and_chunks_however_passes_cut_them(shape: Shape) -> None:
+def test_rows_and_chunks_are_the_same_however_passes_cut_them(shape: Shape) -> None:
     """Windows and passes are single steps, and whole chunks the recurrence, up to rounding."""
     types = (torch.bfloat16, torch.float16, torch.float32)
     form = Form("triton", load_kernels("triton"), "cuda", types)
@@ -48,7 +48,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lane.write_hybrid(tmp_path_factory.mktemp("hybrid"), mtp=True)
 
 
-def test_pages_that_run_short(hybrid: Path) -> None:
+def test_short_pages_change_no_text(hybrid: Path) -> None:
     """A request that gives way is written again by the programs that wrote it."""
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.8, seed=1)
     long = [(random_prompts(1, n, 256, seed=n)[0], params) for n in (5, 75, 300, 600)]

@@ -131,12 +131,16 @@ def test_the_work_sees_something(models: dict[str, Model]) -> None:
 
 
 @pytest.mark.parametrize(("name", "method", "k"), ALONE)
-def test_alone(models: dict[str, Model], name: str, method: str, k: int) -> None:
+def test_requests_alone_give_the_plain_text(
+    models: dict[str, Model], name: str, method: str, k: int
+) -> None:
     models[name].check(method, k)
 
 
 @pytest.mark.parametrize(("name", "method", "k"), TOGETHER)
-def test_in_a_batch(models: dict[str, Model], name: str, method: str, k: int) -> None:
+def test_requests_in_a_batch_give_the_plain_text(
+    models: dict[str, Model], name: str, method: str, k: int
+) -> None:
     """Sixteen slots: every request twice, beside all the others; acceptance as alone."""
     model = models[name]
     runs = model.check(method, k, times=2, slots=16)
@@ -146,7 +150,7 @@ def test_in_a_batch(models: dict[str, Model], name: str, method: str, k: int) ->
     assert lane.story(runs[:half]) == lane.story(runs[half:]) == alone
 
 
-def test_lengths_that_change(models: dict[str, Model]) -> None:
+def test_changing_draft_lengths_give_the_plain_text(models: dict[str, Model]) -> None:
     """Graphs of several lengths in turn, and drafts brought up outside of them."""
     stories = []
     model = models["bfloat16"]
@@ -160,7 +164,7 @@ def test_lengths_that_change(models: dict[str, Model]) -> None:
     assert stories[0] == stories[1]
 
 
-def test_a_shared_prefix() -> None:
+def test_a_shared_prefix_changes_no_text() -> None:
     """What a page of another request holds is what would have been computed."""
     prompt = lane.demo_prompts()[3]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)

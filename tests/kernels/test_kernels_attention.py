@@ -315,7 +315,7 @@ HEAD_SIZES = [
     parametrize_forms(HEAD_SIZES, (0, 2, 7)),
     indirect=["form"],
 )
-def test_windows_by_their_definition(
+def test_windows_equal_their_definition(
     form: Form, groups: int, kv_heads: int, size: int, page: int
 ) -> None:
     for dtype in form.types(groups):
@@ -329,7 +329,7 @@ def test_windows_by_their_definition(
     indirect=["form"],
     ids=str,
 )
-def test_layers_that_slide_and_cap(form: Form, kind: dict[str, Any]) -> None:
+def test_layers_slide_and_cap_by_their_definition(form: Form, kind: dict[str, Any]) -> None:
     """Windows that end in a tile, at its edge, chunks back, and before the first position; three
     tiles too.
 
@@ -371,7 +371,7 @@ PROMPTS = [
     parametrize_forms(PROMPTS, (0, 3, 7)),
     indirect=["form"],
 )
-def test_prompt_chunks_by_their_definition(
+def test_prompt_chunks_equal_their_definition(
     form: Form, rows: int, start: int, heads: tuple[int, int], size: int, page: int
 ) -> None:
     for dtype in form.types(rows):
@@ -384,7 +384,7 @@ LATENTS = [(5, 24, 8), (4, 128, 32), (16, 512, 64), (3, 33, 6)]
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), LATENTS)
-def test_latents_by_their_definition(form: Form, heads: int, rank: int, rope_dim: int) -> None:
+def test_latents_equal_their_definition(form: Form, heads: int, rank: int, rope_dim: int) -> None:
     if form.name == "triton" and rank > 100:
         pytest.skip("the interpreter is slow")
     for dtype in form.types(heads):
@@ -523,7 +523,7 @@ def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.Monkey
 
 @triton
 @pytest.mark.slow
-def test_at_the_real_chunk_sizes(form: Form) -> None:
+def test_windows_equal_their_definition_at_the_real_chunk_sizes(form: Form) -> None:
     cache = make_cache(form, torch.float32, 4, 5160, 2, 1, 16, 64)
     check(form, cache, [Window(125, 5), Window(4093, 5), Window(4604, 5), Window(5119, 3)], 5)
 
@@ -588,7 +588,7 @@ def test_which_blocks_are_read_changes_no_bit(
 
 
 @torch_form
-def test_rows_that_do_not_count_are_finite_under_a_window(form: Form) -> None:
+def test_invalid_rows_are_finite_under_a_window(form: Form) -> None:
     """Rows that are not valid may stand behind the pages that are read, where a window shows them
     nothing."""
     pool = torch.randn(10, 64, 1, 8)

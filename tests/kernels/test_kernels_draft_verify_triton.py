@@ -72,7 +72,7 @@ def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: s
 
 
 @rules
-def test_laws_at_their_edges(rule: str, device: str) -> None:
+def test_drafts_at_the_edges_of_distributions_are_verified(rule: str, device: str) -> None:
     """The target's own; above it everywhere, which leaves no residual; of drafts that it could not
     draw."""
     target, laws, draft, _, *noise = random_arguments(3, 2, 300, 8, False, device)

@@ -41,7 +41,7 @@ def test_tiles_hold_the_same_numbers(case: tuple, monkeypatch: pytest.MonkeyPatc
 
 @needs_compiled
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_any_size(native: NativeKernels, kind: str) -> None:
+def test_rows_of_any_size_equal_their_definition(native: NativeKernels, kind: str) -> None:
     """Far from 1, zero, with elements far above the others: as exact as float32; infinity is not
     lost."""
     weight = drawn(kind, 96, 128, 32, False)

@@ -38,7 +38,9 @@ def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
 @needs_compiled
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> None:
+def test_products_equal_their_definition(
+    native: NativeKernels, name: str, size: tuple[int, int]
+) -> None:
     """Within the bound of float32 sums, with norms, residuals and gates; packed as large as was
     planned."""
     rows, columns = size
@@ -65,7 +67,7 @@ def test_products(native: NativeKernels, name: str, size: tuple[int, int]) -> No
 
 @needs_compiled
 @pytest.mark.parametrize("name", FORMS)
-def test_rows_in_any_company(native: NativeKernels, name: str) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(native: NativeKernels, name: str) -> None:
     """The same bits for 1 to 70 rows, wherever a row stands, whatever beside it."""
     weight = grouped(name, drawn_blocks(name, 96, 512), 96)
     packed = native.pack(weight)
@@ -111,7 +113,7 @@ def test_rows_are_looked_up_in_a_packed_matrix(native: NativeKernels, name: str)
 
 
 @needs_compiled
-def test_matrices_of_different_types_below_each_other(native: NativeKernels) -> None:
+def test_stacked_matrices_of_different_types_are_multiplied(native: NativeKernels) -> None:
     """Each piece is multiplied as it is alone, with its part of what is added."""
     sizes = {"Q4_K": 80, "Q6_K": 48, "Q8_0": 7}
     pieces = [grouped(name, drawn_blocks(name, rows, 512), rows) for name, rows in sizes.items()]

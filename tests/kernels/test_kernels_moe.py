@@ -88,7 +88,7 @@ def by_hand(rule: Any, logits: Tensor, correction: Tensor | None) -> tuple[list[
     indirect=["form"],
     ids=str,
 )
-def test_routing(
+def test_routing_equals_its_definition(
     form: Form, rule: tuple[Any, ...], count: int, k: int, rows: int, corrected: bool
 ) -> None:
     """The experts of a loop in their order, weights in float32.
@@ -241,7 +241,7 @@ EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
     indirect=["form"],
     ids=str,
 )
-def test_experts(
+def test_experts_equal_their_definition(
     form: Form, kind: str, act: Activation, count: int, k: int, n: int, rows: int, per_token: int
 ) -> None:
     """The weighed sum of what they make of their rows, onto the stream.

@@ -50,7 +50,7 @@ def plain_of(weight: Tensor | GroupedWeight) -> Tensor:
 
 
 @pytest.mark.parametrize("case", [*SHAPES, *CODES], ids=str)
-def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
+def test_products_equal_their_definition(native: NativeKernels, case: tuple[Any, ...]) -> None:
     """Every epilogue, with and without what may stand before and after."""
     weight = weight_of(native, case)
     double = weight_of(native, case, twice=True)
@@ -98,7 +98,9 @@ def test_products(native: NativeKernels, case: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("case", [(100, 50), (96, 1040), *CODED], ids=str)
-def test_rows_of_a_product_in_any_company(native: NativeKernels, case: tuple[Any, ...]) -> None:
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
+    native: NativeKernels, case: tuple[Any, ...]
+) -> None:
     """The same bits for 1 to 300 rows, wherever a row stands, whatever beside it."""
     weight = weight_of(native, case, twice=True)
     x = noise(300, weight.shape[1]).to(native.dtype)
@@ -245,7 +247,7 @@ def test_a_kept_library_that_cannot_be_trusted_is_made_again(
     assert ("at every start" in caplog.text) == ("folder" in harm)
 
 
-def test_a_library_without_a_place(
+def test_a_library_that_cannot_be_cached_is_compiled_once_a_process(
     tmp_path: Path,
     compiled: list[int],
     caplog: pytest.LogCaptureFixture,
@@ -359,7 +361,7 @@ DEPTH = 512
 """Enough work for several threads, in blocks that no number of them divides."""
 
 
-def test_products_by_any_number_of_threads(
+def test_any_number_of_threads_gives_the_same_bits(
     native: NativeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of calls in a row, by 1 to 9 threads: every item once, in any order."""
@@ -374,7 +376,9 @@ def test_products_by_any_number_of_threads(
         assert call >= 9 or torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles)
 
 
-def test_two_callers_at_once(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_callers_at_once_get_the_same_bits(
+    native: NativeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One has the pool, the other works alone."""
     x = noise(64, 4096).to(native.dtype)
     weight = torch.randn(64, 4096)

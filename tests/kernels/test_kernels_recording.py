@@ -114,7 +114,7 @@ def test_what_depends_on_values_is_not_recorded(
     assert plain.isfinite().all(), "the library's functions run again"
 
 
-def test_a_pool_that_is_too_small(library: NativeKernels) -> None:
+def test_a_program_larger_than_the_pool_is_not_recorded(library: NativeKernels) -> None:
     machine = Machine(library)
     record(machine.program, library, torch.empty(1 << 16, dtype=torch.uint8))
     with pytest.raises(NotRecordable, match="pool"):

@@ -144,7 +144,7 @@ CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
 
 
 @pytest.mark.parametrize(("rows", "heads", "size", "normed", "rank"), CASES)
-def test_against_its_definition(
+def test_rotation_and_store_equal_their_definition(
     form: Form, rows: int, heads: tuple[int, int], size: int, normed: bool, rank: int | None
 ) -> None:
     """Values are copied, and nothing but the rows' own places is written; of a row alone, the same

@@ -178,7 +178,7 @@ def test_commit_equals_its_definition(op: Any, device: str, slots: int, k: int) 
 
 
 @pytest.mark.parametrize("stops", [1, 40])
-def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
+def test_any_number_of_stop_ids_ends_a_slot(op: Any, device: str, stops: int) -> None:
     """The last one counts, and what pads the kernel's lanes, id 0, is none."""
     for last, reason in ((0, STOPPED), (5, GOING_ON)):
         state = make_state(1, 2, 3, device, stops=stops)
@@ -189,7 +189,7 @@ def test_any_number_of_stop_ids(op: Any, device: str, stops: int) -> None:
         assert check(op, state, 2, 3) >= {f"reason {reason}"}
 
 
-def test_lengths_and_tokens_at_the_row_s_end(op: Any, device: str) -> None:
+def test_a_commit_fills_the_row_to_its_end(op: Any, device: str) -> None:
     """A silent slot as long as can be, and one that fills its row, write nothing beyond it."""
     state = make_state(4, 2, 3, device)
     state["length"][:2] = torch.tensor([MAX_LEN, MAX_LEN - 1], device=device)

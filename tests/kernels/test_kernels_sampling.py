@@ -193,7 +193,9 @@ def test_every_step_has_the_samplings_law(
 
 @pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
 @pytest.mark.parametrize("name", EXTREMES)
-def test_truncation_at_its_edges(form: Form, name: str, small_blocks: None) -> None:
+def test_truncation_keeps_the_right_tokens_at_its_edges(
+    form: Form, name: str, small_blocks: None
+) -> None:
     """Many draws, in which a token too many, or too few, would be seen; of Triton's the law shows
     it."""
     logits, top_k, top_p = EXTREMES[name]
@@ -241,7 +243,7 @@ def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
     assert (law[2].amax() < 1) == noise
 
 
-def test_draws_of_a_drafters_own_stream(device: str) -> None:
+def test_a_draft_stream_has_its_own_draws(device: str) -> None:
     """Both forms draw with the noise of the stream that is asked for, and another stream draws
     others."""
     case = random_case(4, 0, 60, 23, device)

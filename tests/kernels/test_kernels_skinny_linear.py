@@ -92,7 +92,7 @@ def choice(config: LinearConfig) -> Callable[..., LinearConfig]:
 
 
 @pytest.mark.parametrize(("shape", "config", "types"), CASES, ids=str)
-def test_products(
+def test_products_equal_their_definition(
     shape: Any,
     config: LinearConfig | None,
     types: slice,
@@ -165,7 +165,9 @@ def test_products(
 @pytest.mark.parametrize(
     ("h", "parts", "rows"), [(16, 1, 5), (5000, 200, 3), (1, 1, 1), (33, 2, 1), (300, 3, 5)]
 )
-def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def test_row_operations_equal_their_definition(
+    h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
     """Embeddings, and norms before and behind a block."""
     for dtype in (*dtypes, torch.bfloat16):
         o = Operands(h if h < 1000 else 11, h, rows, dtype, device, parts)
@@ -202,7 +204,7 @@ def test_rows(h: int, parts: int, rows: int, device: str, dtypes: tuple[torch.dt
 
 @pytest.mark.parametrize("form", COMPILED, indirect=True)
 @pytest.mark.parametrize("size", [8, 1000])
-def test_norms_of_the_native_form(form: Form, size: int) -> None:
+def test_norms_of_the_c_kernels_equal_their_definition(form: Form, size: int) -> None:
     """Rows of any size, one or many, alone and onto a stream."""
     x, scales, residual = (normal(rows, size, seed=rows).to(form.dtypes[0]) for rows in (9, 1, 10))
     weight = scales[0].float()
@@ -388,7 +390,7 @@ def test_a_row_may_begin_beyond_32_bits(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs gigabytes of a GPU")
-def test_offsets_beyond_32_bits() -> None:
+def test_products_are_right_beyond_32_bit_offsets() -> None:
     n = (1 << 17) + 3
     k = 1 << 14
     weight = torch.zeros(n, k, dtype=torch.bfloat16, device="cuda")
