@@ -234,17 +234,9 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = fields.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    recurrent = family.read_recurrent(fields, num_layers) if family.read_recurrent else None
-    sliding_windows: tuple[int | None, ...] = ()
-    if recurrent is None:
-        sliding_windows = read_sliding_windows(fields, num_layers, family.defaults)
-    latent = None
-    if family.is_latent:
-        rope_dim = fields.even_integer("qk_rope_head_dim", 1024)
-        latent = fields.read_dataclass(LatentConfig, rope_dim=rope_dim)
-    experts = None
-    if family.experts and (family.experts_key is None or fields.get(family.experts_key)):
-        experts = read_experts(fields, num_layers, family.experts)
+    blocks = _read_blocks(fields, family, num_layers)
+    sliding_windows = blocks.sliding_windows
+    latent = blocks.latent
     head_dim = _read_head_dim(fields, num_heads, latent)
     rotation = _read_rotation(
         fields=fields, family=family, max_positions=max_positions, head_dim=head_dim, latent=latent
@@ -258,7 +250,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         no_rope = tuple(window is None for window in sliding_windows)
     scales = _read_scales(fields)
     # Where every layer has experts, files may leave out the width of MLPs.
-    expert_width = experts.intermediate_size if experts else None
+    expert_width = blocks.experts.intermediate_size if blocks.experts else None
     has_value_dim = "v_head_dim" in family.defaults
     is_gemma4 = "num_kv_shared_layers" in family.defaults
     return fields.read_dataclass(
@@ -273,8 +265,8 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         bos_token_id=next(iter(fields.token_ids("bos_token_id", vocab_size)), None),
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         latent=latent,
-        recurrent=recurrent,
-        experts=experts,
+        recurrent=blocks.recurrent,
+        experts=blocks.experts,
         quantization=read_quantization(fields),
         sliding_windows=sliding_windows,
         local_rope=rotation.local_rope,
@@ -286,6 +278,32 @@ def _decoder_config(fields: Fields) -> ModelConfig:
         gemma4=read_gemma4(fields, num_layers, num_heads, sliding_windows) if is_gemma4 else None,
         scales=scales,
     )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The kinds of layers and of their blocks; fields as in `ModelConfig`."""
+
+    recurrent: RecurrentConfig | None
+    sliding_windows: tuple[int | None, ...]
+    latent: LatentConfig | None
+    experts: ExpertsConfig | None
+
+
+def _read_blocks(fields: Fields, family: FamilyKeys, num_layers: int) -> _Blocks:
+    """Return the recurrent and sliding layers, latent attention and experts of a model."""
+    recurrent = family.read_recurrent(fields, num_layers) if family.read_recurrent else None
+    sliding_windows: tuple[int | None, ...] = ()
+    if recurrent is None:
+        sliding_windows = read_sliding_windows(fields, num_layers, family.defaults)
+    latent = None
+    if family.is_latent:
+        rope_dim = fields.even_integer("qk_rope_head_dim", 1024)
+        latent = fields.read_dataclass(LatentConfig, rope_dim=rope_dim)
+    experts = None
+    if family.experts and (family.experts_key is None or fields.get(family.experts_key)):
+        experts = read_experts(fields, num_layers, family.experts)
+    return _Blocks(recurrent, sliding_windows, latent, experts)
 
 
 def _read_head_dim(fields: Fields, num_heads: int, latent: LatentConfig | None) -> int:

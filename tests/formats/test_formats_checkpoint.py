@@ -1,4 +1,4 @@
-"""Model folders: single files, shards and their index, reading, and the check of a model's tensors."""
+"""Model folders: single files, shards and indices, reading, and the check of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ import torch
 from spd.errors import CheckpointError
 from spd.formats import checkpoint as module
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.safetensors_header import read_shard_header
+from spd.formats.json_file import FileIdentity
+from spd.formats.safetensors_header import TensorMeta, read_shard_header
 from tests.formats.formats_helpers import (
     header_entry,
     raises_spd_error,
@@ -141,7 +141,7 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
-    """Also next to a `json.py`, without NumPy, for tied tensors, and for pickles in several files."""
+    """Also next to a `json.py`, without NumPy, for tied tensors, for pickles in several files."""
     folder = tmp_path / "a $model"
     folder.mkdir()
     tied = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
@@ -227,7 +227,7 @@ def test_links_to_one_header_end_at_the_second(
     )
     read_paths: list[Path] = []
 
-    def counted(path: Path) -> Any:
+    def counted(path: Path) -> tuple[FileIdentity, list[TensorMeta]]:
         read_paths.append(path)
         return read_shard_header(path)
 

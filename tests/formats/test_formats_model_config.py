@@ -254,7 +254,9 @@ def test_other_spellings_say_the_same(
     assert read_config(tmp_path, {**saved(name), **change}) == read_config(tmp_path, saved(name))
 
 
-def refused_values(base: Any, **fields: tuple) -> list[tuple[Any, dict, tuple[str, ...]]]:
+def refused_values(
+    base: dict | str, **fields: tuple
+) -> list[tuple[dict | str, dict, tuple[str, ...]]]:
     """Return rows of values that are refused with the name of their field."""
     return [
         (base, {field: value}, (field,)) for field, values in fields.items() for value in values
@@ -456,7 +458,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("base", "change", "fragments"), REFUSED)
 def test_wrong_values_are_refused_by_key(
-    tmp_path: Path, saved: SavedConfigs, base: Any, change: dict, fragments: tuple
+    tmp_path: Path, saved: SavedConfigs, base: dict | str, change: dict, fragments: tuple
 ) -> None:
     base = saved(base) if isinstance(base, str) else base
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -620,7 +622,9 @@ def test_wrong_sampling_parameters_are_refused(tmp_path: Path, field: str, value
         read_generation_config(tmp_path)
 
 
-def test_ids_beyond_the_vocabulary_are_logged_and_dropped(tmp_path: Path, caplog: Any) -> None:
+def test_ids_beyond_the_vocabulary_are_logged_and_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are defaults of classes with a larger vocabulary; no text has them."""
     write_json(tmp_path, "generation_config.json", {"eos_token_id": [3, 300]})
     assert read_generation_config(tmp_path, vocab_size=301).eos_token_ids == (3, 300)

@@ -1,4 +1,4 @@
-"""Patterns of files: the results of `re.match`, in bounded time, or a refusal that names the pattern."""
+"""Patterns of files: results of `re.match` in bounded time, or a refusal with the pattern."""
 
 from __future__ import annotations
 

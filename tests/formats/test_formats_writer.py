@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 from unittest.mock import Mock
 
 import pytest
@@ -23,6 +23,8 @@ from spd.formats import writer
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.writer import OutputTensor, open_stage, write_json, write_tensors
 
+P = ParamSpec("P")
+R = TypeVar("R")
 SIZES = {
     "b": ("BF16", (300, 7)),
     "a": ("F32", (5,)),
@@ -86,8 +88,8 @@ def is_killed_at(call: int, work: Callable[[], None]) -> bool:
     if child == 0:
         remaining = call
 
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*arguments: Any, **keywords: Any) -> Any:
+        def counted(function: Callable[P, R]) -> Callable[P, R]:
+            def run(*arguments: P.args, **keywords: P.kwargs) -> R:
                 nonlocal remaining
                 remaining -= 1
                 if remaining <= 0:
@@ -142,7 +144,7 @@ def test_an_interrupted_run_is_begun_anew(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     destination = tmp_path / "head"
     child = os.fork()

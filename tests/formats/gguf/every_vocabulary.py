@@ -42,7 +42,7 @@ _BLANKS = (
 
 
 def metadata_of(file: dict[str, Any], pre: str, config: dict[str, Any]) -> dict[str, GgufValue]:
-    """Return the metadata that a converter makes of `tokenizer.json` and `tokenizer_config.json`."""
+    """Return the metadata that a converter makes of the files of a tokenizer."""
     model = file["model"]
     added = {token["id"]: token for token in file["added_tokens"]}
     texts = {number: text for text, number in model["vocab"].items()}

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: ids equal to those of `tokenizer.json`, ends of turns, hostile files."""
+"""Tokenizers of GGUF files: ids as of `tokenizer.json`, ends of turns, hostile files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import os
 import random
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -46,7 +45,7 @@ needs_published = pytest.mark.skipif(
 def byte_level(
     *added: tuple[str, int], merges: tuple[str, ...] = (), pre: str = "gpt-2", **keys: GgufValue
 ) -> dict[str, GgufValue]:
-    """Return metadata of a byte-level vocabulary: bytes, merged tokens, and added ones of any type."""
+    """Return metadata of a byte-level vocabulary: bytes, merged tokens, added ones of any type."""
     merged = [(merge.replace(" ", ""), NORMAL) for merge in merges]
     tokens = [*((letter, NORMAL) for letter in ALPHABET), *merged, *added]
     return {
@@ -61,7 +60,7 @@ def byte_level(
 
 
 def sentence_piece(*pieces: tuple[str, float, int], **keys: GgufValue) -> dict[str, GgufValue]:
-    """Return metadata of a SentencePiece vocabulary: unknown, begin, end, the bytes, then pieces."""
+    """Return metadata of a SentencePiece vocabulary: unknown, begin, end, bytes, pieces."""
     tokens = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     tokens += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
     tokens += pieces
@@ -254,9 +253,11 @@ def test_after_some_text_the_library_has_all_merges(monkeypatch: pytest.MonkeyPa
     calls: list[int] = []
     merges_of_scores = module._merges_of_scores
 
-    def counted(*parts: Any) -> list[tuple[str, str]]:
+    def counted(
+        vocab: Vocabulary, texts: Sequence[str], ids: Mapping[str, int]
+    ) -> list[tuple[str, str]]:
         calls.append(1)
-        return merges_of_scores(*parts)
+        return merges_of_scores(vocab, texts, ids)
 
     monkeypatch.setattr(module, "_merges_of_scores", counted)
     file = file_of(sentence_piece(*PIECES, ("ab", -1.0, NORMAL), add_space_prefix=False))
@@ -498,7 +499,7 @@ def llama_cpp_vectors(path: Path) -> list[tuple[str, list[int]]]:
 @needs_published
 @pytest.mark.parametrize("path", sorted(Path(PUBLISHED or ".").glob("ggml-vocab-*.gguf.inp")))
 def test_ids_equal_llama_cpps_vectors(path: Path) -> None:
-    """Qwen3.5's tokenizer composes characters first; llama.cpp does not, in three of the vectors."""
+    """Qwen3.5 composes characters first; llama.cpp does not, in three of the vectors."""
     file = GgufFile.open(path.with_suffix(""))
     if file.metadata["tokenizer.ggml.model"] in ("bert", "t5"):
         pytest.skip("not a kind of vocabulary that is supported")
