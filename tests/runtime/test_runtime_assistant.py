@@ -30,7 +30,7 @@ BIASED = SamplingParams(
     max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in BIASED_IDS)
 )
 CARD = Machine("cuda", 120 * 2**30, (8, 9), from_driver_only=True)
-KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "kept": 3}}
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "selected": 3}}
 Pairs = dict[str, tuple[Path, Path]]
 
 

@@ -194,7 +194,7 @@ def make_hybrid(folder: Path) -> Made:
         "linear_num_value_heads": 2,
         "linear_value_head_dim": 16,
     }
-    return write_tiny_hybrid(folder, make_mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
+    return write_tiny_hybrid(folder, mtp=True, agreeing=True, **sizes), {"spec": "mtp"}
 
 
 def make_assisted(folder: Path) -> Made:
