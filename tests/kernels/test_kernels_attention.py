@@ -70,7 +70,7 @@ class Cache:
     def like(
         self,
         sliding: int | None = None,
-        softcap: float | None = None,
+        cap: float | None = None,
         first_key: int = 0,
         sinks: bool = False,
     ) -> Cache:
@@ -80,7 +80,7 @@ class Cache:
         """
         heads = replace(self.heads, sliding=(None, sliding), first_key=first_key)
         low = torch.linspace(-3, 4, heads.num_heads, device=self.keys.device)
-        return replace(self, heads=heads, softcap=softcap, sinks=low if sinks else None)
+        return replace(self, heads=heads, softcap=cap, sinks=low if sinks else None)
 
     def paged(
         self,

@@ -77,8 +77,8 @@ def operation(
     honest = getattr(TorchKernels, name)
     signature = inspect.signature(honest)
 
-    def changed(*args: Any) -> Any:
-        bound = signature.bind(*args)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
         result = honest(**(replaced(arguments, before(opened(arguments))) if before else arguments))
