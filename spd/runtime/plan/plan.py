@@ -6,7 +6,7 @@ printed by `inspect`, logged with `-v`, and part of every JSON result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.parameters import Shard
-from spd.runtime.models.weights import WIDE
+from spd.runtime.models.weights import WIDE, WeightForm
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
@@ -316,11 +316,32 @@ def _check_synthetic_acceptance(length: float | None, draft_max: int) -> None:
     raise UsageError(message, reason=[reason], fix=["--draft-max K with a larger K"])
 
 
-def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
-    """Resolve every `auto` but those that memory decides.
+def _draft_form(
+    drafter: Drafter, form_of: Callable[[ModelConfig, ModelFolder], tuple[WeightForm, str]]
+) -> WeightForm:
+    """Return the form of the drafting weights, where there are any."""
+    source = drafter.source()
+    if source is None:
+        return WIDE
+    config, folder = source
+    form, _ = form_of(config, folder)
+    return form
 
-    Context and pages are as requested, or the most possible.
-    """
+
+def _checkpoint_count(config: EngineConfig, has_states: bool) -> int:
+    """Return how many snapshots of recurrent states are stored for shared prefixes."""
+    return CHECKPOINTS + 2 * config.slots if config.prefix_sharing and has_states else 0
+
+
+def _resolve_ngram_min(config: EngineConfig, spec: str) -> int:
+    """Return the tokens of a match from which lookup drafts."""
+    if config.ngram_min is not None:
+        return config.ngram_min
+    return min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
+
+
+def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
+    """Resolve every `auto` but context and pages: those are as requested, or the most possible."""
     target = ModelFolder.from_path(config.model)
     model = target.config
     drafter = choose_drafter(config, target)
@@ -331,10 +352,6 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     _check_synthetic_acceptance(config.synthetic_acceptance, draft_max)
     form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
     form, weights_reason = form_of(model, target)
-    draft_form = WIDE
-    if (source := drafter.source()) is not None:
-        draft_config, draft_folder = source
-        draft_form, _ = form_of(draft_config, draft_folder)
     ctx = _resolve_context(config.ctx, model)
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
     mtp = drafter.mtp if draft_max else None
@@ -356,14 +373,12 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         mtp=mtp,
         head_embedding=drafter.head_embedding,
         form=form,
-        draft_form=draft_form,
+        draft_form=_draft_form(drafter, form_of),
         tp=config.tp,
         draft_tp=draft_tp,
-        checkpoints=(CHECKPOINTS + 2 * config.slots)
-        * (config.prefix_sharing and _any_recurrent(model, draft)),
+        checkpoints=_checkpoint_count(config, _any_recurrent(model, draft)),
     )
     sharing_ranks = machine.count_sharing_ranks(config.tp)
-    shortest = min(LONG_MATCH, config.ngram_max) if split_spec(spec)[1] else NGRAM_MIN
     return EnginePlan(
         config=config,
         model=target,
@@ -373,7 +388,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         spec=spec,
         draft_tiers=_draft_tiers(model_drafts, graphs, shape.mtp_modules),
         adaptive=adaptive,
-        ngram_min=shortest if config.ngram_min is None else config.ngram_min,
+        ngram_min=_resolve_ngram_min(config, spec),
         lag=config.lag if config.lag is not None else int(not machine.on_cpu),
         kernels_reason=why_kernels,
         token_tiles={},
