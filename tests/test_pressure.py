@@ -7,7 +7,7 @@ import pytest
 
 from spd.errors import UsageError
 from spd.runtime import Engine, Event, Request, SamplingParams
-from spd.runtime.engine.engine import BUSY_PASSES
+from spd.runtime.engine.scheduler import BUSY_PASSES
 from spd.runtime.engine.sequence import Sequence
 from tests.helpers import Tiny, assert_same_runs, make_fast_engine, random_prompts, run_all, run_one
 from tests.page_checks import check_pages

@@ -206,24 +206,28 @@ def assemble(
     )
     if broadcast_group is not None and drafters:
         round_.share = broadcast_group.broadcast
-    captured = CapturedRounds(round_) if shape.graphs else None
-    if (
-        isinstance(kernels.native, NativeKernels)
-        and draft_kernels is kernels
-        and ranks is None
-        and plan.config.graphs is not False
-    ):
-        captured = RecordedRounds(round_, kernels.native)
+    can_record = draft_kernels is kernels and ranks is None
     separate_drafters = [drafter for drafter in drafters if drafter.cache is not runner.cache]
     snapshots = SnapshotStore([runner, *separate_drafters], round_.proposer)
     return LocalRoundQueue(
         round_=round_,
-        captured=captured,
+        captured=_capture_rounds(plan, round_, can_record),
         snapshots=snapshots,
         threads=threads,
         draft_limit=shape.draft_ctx,
         alone=ranks is None,
     )
+
+
+def _capture_rounds(plan: EnginePlan, round_: Round, can_record: bool) -> CapturedRounds | None:
+    """Return what captures rounds as graphs, or records C functions; None where rounds stay eager.
+
+    can_record: True if this is the only rank, and all models run by the same kernels.
+    """
+    native = round_.kernels.native
+    if isinstance(native, NativeKernels) and can_record and plan.config.graphs is not False:
+        return RecordedRounds(round_, native)
+    return CapturedRounds(round_) if plan.shape.graphs else None
 
 
 def _build_round(

@@ -15,7 +15,7 @@ from spd.runtime.plan.memory import remedies
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
-from spd.runtime.round.round_queue import RoundQueue
+from spd.runtime.round.round_queue import RoundQueue, SlotAdmission
 
 
 def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
@@ -46,6 +46,25 @@ def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> R
         reason=[*error_lines[:1], plan_line],
         fix=[*remedies(plan.shape, None, is_drafter_requested), "end what else uses this memory"],
         code="out_of_memory",
+    )
+
+
+def admit(queue: RoundQueue, sequence: Sequence) -> None:
+    """Write the row of a sequence's slot; the slot stays inactive."""
+    request = sequence.request
+    queue.admit(
+        SlotAdmission(
+            slot=sequence.slot,
+            tokens=sequence.tokens(),
+            prompt_length=len(request.prompt_ids),
+            params=request.params,
+            draft_max=request.draft_max,
+            length_limit=sequence.length_limit,
+            stop_ids=sequence.stop_ids,
+            prefilled=sequence.prefilled,
+            pages=sequence.pages,
+            snapshot=sequence.snapshot,
+        )
     )
 
 

@@ -18,13 +18,13 @@ from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.client import EngineClient, EngineInfo
-from spd.runtime.engine.device import activate, open_device, out_of_memory_error
+from spd.runtime.engine.device import activate, admit, open_device, out_of_memory_error
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
 from spd.runtime.engine.page_table import PageTable, SnapshotPool
 from spd.runtime.engine.request import Completion, Event, Request
-from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
+from spd.runtime.engine.scheduler import BUSY_PASSES, IDLE_PASSES, EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import FINISH_REASONS, NO_SLOT, RequestValidator, Sequence
 from spd.runtime.engine.trace import round_record
 from spd.runtime.load.progress import Progress
@@ -32,14 +32,10 @@ from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.out_of_memory import is_out_of_memory
-from spd.runtime.round.round_queue import RoundResult, SlotAdmission
+from spd.runtime.round.round_queue import RoundResult
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 
-IDLE_PASSES = 16
-"""Prefill passes of a step, at most, where no sequence decodes when it begins."""
-BUSY_PASSES = 4
-"""Prefill passes of a step, at most, while more sequences wait than decode."""
 MAX_FINISHED = 4096
 """Ended requests whose metrics are retained."""
 
@@ -288,25 +284,11 @@ class Engine(EngineClient):
 
     def _admit(self, sequence: Sequence) -> None:
         """Write the slot's row on the device; the sequence stays inactive until it is prefilled."""
-        request = sequence.request
         sequence.is_admitted = True
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        self.round_queue.admit(
-            SlotAdmission(
-                slot=sequence.slot,
-                tokens=sequence.tokens(),
-                prompt_length=len(request.prompt_ids),
-                params=request.params,
-                draft_max=request.draft_max,
-                length_limit=sequence.length_limit,
-                stop_ids=sequence.stop_ids,
-                prefilled=sequence.prefilled,
-                pages=sequence.pages,
-                snapshot=sequence.snapshot,
-            )
-        )
+        admit(self.round_queue, sequence)
 
     def write_prompt_part(self, sequence: Sequence) -> int:
         """Enqueue the next pass over a prompt, at most a chunk; return the number of positions."""
@@ -417,18 +399,16 @@ class Engine(EngineClient):
         scheduler.finish_round()
         self.rounds += 1
         draft_seconds, verify_seconds, other_seconds = result.seconds
-        verify_seconds += other_seconds
         self.draft_length.observe_cost(
             k=result.k,
-            verify_seconds=verify_seconds,
+            verify_seconds=verify_seconds + other_seconds,
             draft_seconds=draft_seconds,
             forwards=result.draft_forwards,
             gap=result.gap,
         )
         now = clock.now()
         for sequence in oldest.sequences:
-            # A sequence that has left its slot meanwhile has ended.
-            if scheduler.slots[sequence.slot] is sequence:
+            if scheduler.slots[sequence.slot] is sequence:  # else it has ended meanwhile
                 self._apply(sequence, result.rows[sequence.slot], result, now)
 
     def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
@@ -450,25 +430,22 @@ class Engine(EngineClient):
         )
         # A request's first round cannot have had drafts.
         if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
-            acceptance = sequence.acceptance
             self.draft_length.observe(
                 k=result.k,
                 drafted=num_drafts,
                 accepted=accepted,
-                acceptance=acceptance,
+                acceptance=sequence.acceptance,
                 match=match,
             )
         if self.trace is not None:
-            emission = read_emission(row)
-            self.trace(
-                round_record(
-                    plan=self.plan,
-                    sequence=sequence,
-                    emission=emission,
-                    result=result,
-                    committed=event.token_ids,
-                )
+            record = round_record(
+                plan=self.plan,
+                sequence=sequence,
+                emission=read_emission(row),
+                result=result,
+                committed=event.token_ids,
             )
+            self.trace(record)
         if event.finish_reason is not None:
             emits_all = len(event.token_ids) == committed
             has_stopped = reason != GOING_ON or not sequence.in_flight

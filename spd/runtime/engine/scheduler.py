@@ -20,6 +20,10 @@ from spd.runtime.round.spans import Run, reusable_prefix, runs_below
 if TYPE_CHECKING:
     from spd.runtime.round.round_queue import PendingRound
 
+IDLE_PASSES = 16
+"""Prefill passes of a step, at most, where no sequence decodes when it begins."""
+BUSY_PASSES = 4
+"""Prefill passes of a step, at most, while more sequences wait than decode."""
 SNAPSHOT_INTERVAL = 4096
 """A prefill saves a snapshot of the recurrent states at every multiple of so many positions."""
 
