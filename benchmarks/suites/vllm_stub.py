@@ -165,67 +165,79 @@ def _functions(tools: Sequence[Any] | None) -> dict[str, Any]:
     return functions
 
 
+class FormParser:
+    """A parser in vLLM's manner over spd's `CallParser`; subclasses have the form."""
+
+    _form: Form
+
+    def __init__(self, tokenizer: Any = None, tools: Any = None, **options: Any) -> None:
+        self._tools = tools
+        self._parser: CallParser | None = None
+        self._count = 0
+        self._ids = 0
+        self.model_tokenizer = CharacterTokenizer()
+        self.vocab = self.model_tokenizer.vocab
+        self.prev_tool_call_arr: list[Any] = []
+        self.streamed_args_for_tool: list[str] = []
+
+    def adjust_request(self, request: Any) -> Any:
+        """Return the request as it is."""
+        return request
+
+    def _new(self, request: Any, text: str = "") -> CallParser:
+        """Return a parser of one reply. text: the reply, if it is complete."""
+        tools = self._tools or getattr(request, "tools", None)
+        functions = _functions(tools)
+        if not functions and self._form.is_bare:  # it takes no function that it does not know
+            functions = {name: {} for name in re.findall(r'"name":\s*"([^"]+)"', text)}
+        return CallParser(Tools(functions, self._form))
+
+    def extract_tool_calls(self, model_output: str, request: Any = None) -> Any:
+        """Return the text and the calls of a complete reply."""
+        parser = self._new(request, model_output)
+        pieces = [*parser.feed(model_output), *parser.feed("", final=True)]
+        text = "".join(piece.text for piece in pieces if piece.kind == "text")
+        calls = [self._call(piece) for piece in pieces if piece.kind == "call"]
+        return Record(tools_called=bool(calls), tool_calls=calls, content=text or None)
+
+    def _call(self, piece: Any) -> Any:
+        """Return a piece of a call as vLLM has it."""
+        function = Record(name=piece.name, arguments=piece.text)
+        self._ids += 1
+        return ToolCall(id=piece.id or f"call_{self._ids}", function=function)
+
+    def extract_tool_calls_streaming(
+        self, previous_text: str = "", *parts: Any, **named: Any
+    ) -> Any:
+        """Return what the next piece of a reply adds; None if it adds nothing."""
+        names = ("current_text", "delta_text", "previous_token_ids", "current_token_ids")
+        fields = {**dict(zip(names, parts, strict=False)), **named}
+        delta = fields["delta_text"]
+        if self._parser is None or (not previous_text and fields.get("current_text") == delta):
+            request = fields.get("request", parts[-1] if parts else None)
+            self._parser = self._new(request)
+            self._count = 0
+        return self._delta(self._parser.feed(delta))
+
+    def finish(self) -> Any:
+        """Return what the end of a reply adds; None if it adds nothing."""
+        return None if self._parser is None else self._delta(self._parser.feed("", final=True))
+
+    def _delta(self, pieces: Sequence[Any]) -> Any:
+        """Return pieces as a streamed message; None without text and calls."""
+        text = "".join(piece.text for piece in pieces if piece.kind == "text")
+        calls: list[Any] = []
+        for piece in pieces:
+            if piece.kind == "call":
+                calls.append(self._call(piece))
+                calls[-1].index = self._count
+                self._count += 1
+        return DeltaMessage(content=text or None, tool_calls=calls) if text or calls else None
+
+
 def parser_of(form: Form) -> type:
     """Return a parser class in vLLM's manner for a form of spd."""
-
-    class Parser:
-        def __init__(self, tokenizer: Any = None, tools: Any = None, **options: Any) -> None:
-            self._tools = tools
-            self._parser: CallParser | None = None
-            self._count = self._ids = 0
-            self.model_tokenizer = CharacterTokenizer()
-            self.vocab = self.model_tokenizer.vocab
-            self.prev_tool_call_arr: list[Any] = []
-            self.streamed_args_for_tool: list[str] = []
-
-        def adjust_request(self, request: Any) -> Any:
-            return request
-
-        def _new(self, request: Any, text: str = "") -> CallParser:
-            tools = self._tools or getattr(request, "tools", None)
-            functions = _functions(tools)
-            if not functions and form.is_bare:  # it takes no function that it does not know
-                functions = {name: {} for name in re.findall(r'"name":\s*"([^"]+)"', text)}
-            return CallParser(Tools(functions, form))
-
-        def extract_tool_calls(self, model_output: str, request: Any = None) -> Any:
-            parser = self._new(request, model_output)
-            pieces = [*parser.feed(model_output), *parser.feed("", final=True)]
-            text = "".join(piece.text for piece in pieces if piece.kind == "text")
-            calls = [self._call(piece) for piece in pieces if piece.kind == "call"]
-            return Record(tools_called=bool(calls), tool_calls=calls, content=text or None)
-
-        def _call(self, piece: Any) -> Any:
-            function = Record(name=piece.name, arguments=piece.text)
-            self._ids += 1
-            return ToolCall(id=piece.id or f"call_{self._ids}", function=function)
-
-        def extract_tool_calls_streaming(
-            self, previous_text: str = "", *parts: Any, **named: Any
-        ) -> Any:
-            names = ("current_text", "delta_text", "previous_token_ids", "current_token_ids")
-            fields = {**dict(zip(names, parts, strict=False)), **named}
-            delta = fields["delta_text"]
-            if self._parser is None or (not previous_text and fields.get("current_text") == delta):
-                request = fields.get("request", parts[-1] if parts else None)
-                self._parser = self._new(request)
-                self._count = 0
-            return self._delta(self._parser.feed(delta))
-
-        def finish(self) -> Any:
-            return None if self._parser is None else self._delta(self._parser.feed("", final=True))
-
-        def _delta(self, pieces: Sequence[Any]) -> Any:
-            text = "".join(piece.text for piece in pieces if piece.kind == "text")
-            calls: list[Any] = []
-            for piece in pieces:
-                if piece.kind == "call":
-                    calls.append(self._call(piece))
-                    calls[-1].index = self._count
-                    self._count += 1
-            return DeltaMessage(content=text or None, tool_calls=calls) if text or calls else None
-
-    return Parser
+    return type("Parser", (FormParser,), {"_form": form})
 
 
 def form_of(name: str) -> Form | None:

@@ -78,6 +78,7 @@ def fill_in_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _with_mark(tokenizer: Tokenizer, mark: str, ids: Sequence[int]) -> list[int]:
+    """Return token ids behind the token of a mark."""
     token = tokenizer.token_to_id(mark)
     assert token is not None, "a form is chosen by its tokens"
     return [token, *ids]

@@ -81,6 +81,7 @@ def for_template(message: Message, template: str) -> dict[str, Any]:
 
 
 def _call_for_template(call: Message, joins_arguments: bool) -> Message:
+    """Return a call with arguments in the form that the template reads."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return call
@@ -196,6 +197,7 @@ def _with_short_ids(message: Message) -> Message:
 
 
 def _short_id(name: object) -> str:
+    """Return an id of nine letters and digits; one that has this form stays as it is."""
     text = str(name or "")
     if re.fullmatch("[a-zA-Z0-9]{9}", text):
         return text
@@ -227,6 +229,7 @@ def read_message(message: object, location: str, example: str) -> Message:
 
 
 def _text_of_part(part: object, location: str, example: str) -> str:
+    """Return the text of a content part. Raises UsageError that names `location`."""
     kind = part.get("type") if isinstance(part, dict) else None
     field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     text = part.get(field) if isinstance(part, dict) and field is not None else None

@@ -56,7 +56,7 @@ class MarkedText:
     """
 
     def __init__(self, marks: Mapping[int, str], token_bytes: Callable[[int], bytes]) -> None:
-        """marks: maps token ids without a text to the marks that stand for them."""
+        """Begin an empty text. marks: maps token ids without a text to their marks."""
         self._marks = marks
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

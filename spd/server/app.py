@@ -139,7 +139,8 @@ class App:
         if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
             raise ApiError(403, "Web pages are not answered.", code="origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
-            message = "Content-Length and Transfer-Encoding stand together, so the body's end is not sure."
+            message = "Content-Length and Transfer-Encoding stand together"
+            message += ", so the body's end is not sure."
             raise ApiError(400, message, code="ambiguous_length", closes=True)
         if self._key is not None and request.scope["path"] != "/health":
             authorization = headers.get("authorization", f"bearer {headers.get('x-api-key', '')}")
@@ -150,6 +151,7 @@ class App:
                 raise ApiError(401, message, code="invalid_api_key")
 
     async def _health(self, request: HttpRequest) -> ASGIApp:
+        """Answer with the state of the server; 503 while it ends."""
         service = self._service
         status = "draining" if service.draining else "ok"
         status_fields = {
@@ -164,6 +166,7 @@ class App:
         return PlainTextResponse(self._service.prometheus(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: HttpRequest) -> ASGIApp:
+        """Answer with the card of one model, or with all cards."""
         service = self._service
         path = request.scope["path"]
         card = {"object": "model", "created": self._created, "owned_by": "spd"}
@@ -204,6 +207,7 @@ class App:
         return without_lines(generation, (CHANGING_LINE, *filter(None, beginnings)))
 
     async def _generate(self, endpoint: Endpoint, request: HttpRequest) -> ASGIApp:
+        """Return the reply to a request, once the service admits and prepares it."""
         service = self._service
         generation = await self._read(endpoint.read, request)
         service.admit(len(generation.prompts) * generation.request.n)
@@ -212,6 +216,8 @@ class App:
         return endpoint.reply(service, generation, prepared)
 
     async def _tokenize(self, request: HttpRequest) -> ASGIApp:
+        """Answer with the token ids of a prompt or of a chat."""
+
         def read(body: Json, settings: Settings) -> Generation:
             is_chat = isinstance(body, dict) and "messages" in body
             return (read_chat if is_chat else read_completion)(body, settings)
@@ -221,6 +227,7 @@ class App:
         return JSONResponse({"count": len(ids), "max_model_len": max_length, "tokens": ids})
 
     async def _detokenize(self, request: HttpRequest) -> ASGIApp:
+        """Answer with the text of token ids."""
         settings = self._service.settings
         ids = _detokenize(await read_body(request), "")["tokens"]
         check_ids(ids, settings.usable_vocab, "tokens")

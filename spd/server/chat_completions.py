@@ -195,6 +195,7 @@ class ChatReply(Reply):
         return sse(self._object([choice_fields], **usage))
 
     def _usage_so_far(self) -> dict[str, int]:
+        """Return the tokens of all choices so far."""
         total = self._prompt_tokens + self._reply_tokens
         usage = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._reply_tokens}
         return {**usage, "total_tokens": total}

@@ -189,6 +189,7 @@ class CompletionReply(ChatReply):
         return {"text": choice.text_of("text")}
 
     def _choice_fields(self, choice: ReplyBuilder) -> dict[str, object]:
+        """Return a complete choice, with its prompt if the request echoes it."""
         fields = super()._choice_fields(choice)
         if choice.index in self._unechoed_choices:
             fields["text"] = self._prompt(choice) + choice.text_of("text")
@@ -251,6 +252,7 @@ class CompletionReply(ChatReply):
     def _logprobs(
         self, choice: ReplyBuilder, entries: Sequence[TokenLogprob]
     ) -> LogprobColumns | None:
+        """Return the log-probabilities of tokens of a reply; None if the request wants none."""
         if self._generation.params.logprobs is None:
             return None
         finite = finite_logprobs(entries, self._service.settings.vocabulary.need_tokenizer())

@@ -255,6 +255,7 @@ class ResponseReply(Reply):
         """Log-probabilities of the pieces of text that are streamed next."""
 
     def _assign_logprobs(self, event: Event, grown: Sequence[PartDelta]) -> None:
+        """Assign an event's log-probabilities to the pieces of text that it added."""
         self._pending_logprobs.clear()
         self._text_logprobs.add(event.logprobs)
         for part, text, _ in grown:
@@ -288,6 +289,7 @@ class ResponseReply(Reply):
         }
 
     def _event(self, kind: str, /, **fields: object) -> bytes:
+        """Return the next event, with its number in the stream."""
         self._sequence_number += 1
         kind = f"response.{kind}"
         return sse({"type": kind, "sequence_number": self._sequence_number, **fields}, kind)
@@ -390,7 +392,7 @@ class ResponseReply(Reply):
         content = [_content(part, self._logprobs.get(part.index, []))] if part.text else []
         if part.kind == "text":
             return {**item, "role": "assistant", "content": content}
-        # Agents send back the encrypted content alone; the server stores nothing, so it is the text.
+        # Agents send back the encrypted content alone; the server stores none, so it is the text.
         return {**item, "summary": [], "content": content, "encrypted_content": part.text}
 
 

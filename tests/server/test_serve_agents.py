@@ -222,8 +222,8 @@ def test_the_demo_answers_both(served: Served) -> None:
     assert reply["content"][0]["text"] == text[:10]
 
 
-def test_what_agents_send_is_one_conversation(served: Served) -> None:
-    """A turn of Claude Code and one of Codex become the same messages."""
+def claude_turn() -> dict[str, Any]:
+    """Return a body of Claude Code."""
     exact = {"type": "text", "text": "Be exact.", "cache_control": {"type": "ephemeral"}}
     thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
     blocks = [thought, "Yes.", tool_use(id="c1", input=CALL, caller={})]
@@ -237,9 +237,13 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
     )
     changing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"}
     ignored_fields = {"metadata": {"user_id": "u"}, "context_management": {"edits": []}}
-    claude = messages_body(
+    return messages_body(
         system=[changing, exact], messages=turns, output_config={"effort": "high"}, **ignored_fields
     )
+
+
+def codex_turn() -> dict[str, Any]:
+    """Return a body of Codex with the same conversation."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "Read a."}], "id": "msg_1"},
         {"type": "message", "role": "developer", "content": "Agents: none."},
@@ -258,9 +262,13 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         "store": False,
         "client_metadata": {"x": "y"},
     }
-    codex = response_body(
+    return response_body(
         instructions="Be exact.", input=items, prompt_cache_key="k", **ignored_fields
     )
+
+
+def test_what_agents_send_is_one_conversation(served: Served) -> None:
+    """A turn of Claude Code and one of Codex become the same messages."""
     called = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": CALL}}
     thoughts = {"reasoning_content": "Hm."}
     expected = [
@@ -271,8 +279,8 @@ def test_what_agents_send_is_one_conversation(served: Served) -> None:
         {"role": "user", "content": "Go on."},
     ]
     with scripted(served):
-        from_claude = read_messages(claude, served.service.settings)
-        from_codex = read_response(codex, served.service.settings)
+        from_claude = read_messages(claude_turn(), served.service.settings)
+        from_codex = read_response(codex_turn(), served.service.settings)
     from_claude = without_lines(from_claude, (CHANGING_LINE,))
     for generation in (from_claude, from_codex):
         (prompt,) = generation.prompts
