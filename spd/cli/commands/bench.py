@@ -30,7 +30,7 @@ from spd.runtime.lab import DRAFTING_SETTINGS, MACHINE_SETTINGS
 from spd.runtime.plan.config import METHODS, EngineConfig, split_spec
 
 if TYPE_CHECKING:
-    from spd.runtime.lab import EncodedPrompt, Prompt, Sweep
+    from spd.runtime.lab import EncodedPrompt, Prompt, Settings, Sweep
 
 
 def split_list(text: str, flag: str) -> list[str]:
@@ -52,6 +52,11 @@ def parse_numbers(
                 f"{flag} {value:g} is out of range", reason=[f"valid: {low:g} to {high:g}"]
             )
     return list(dict.fromkeys(values))
+
+
+def parse_temperatures(text: str) -> list[float]:
+    """Return the distinct temperatures of a comma list. Raises UsageError."""
+    return parse_numbers(text=text, flag="--temperature", annotation="float", low=0, high=100)
 
 
 def requested_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
@@ -142,28 +147,12 @@ def bench(session: Session, options: BenchOptions) -> None:
       spd bench -m FOLDER,FOLDER-int4 --category code
       spd bench --concurrency 1,4,16
     """
-    from spd.runtime.lab import Load, Settings, Sweep, encode_prompts
+    from spd.runtime.lab import Sweep, encode_prompts
 
     if options.output is not None:
         check_writable(options.output)
     check_plot(options.plot)
-    slots = parse_numbers(
-        text=options.concurrency, flag="--concurrency", annotation="int", low=1, high=1024
-    )
-    rates: Sequence[float | None] = [None]
-    if options.rate is not None:
-        rates = parse_numbers(
-            text=options.rate, flag="--rate", annotation="float", low=1e-3, high=1e4
-        )
-    settings = Settings(
-        temperatures=tuple(
-            parse_numbers(
-                text=options.temperature, flag="--temperature", annotation="float", low=0, high=100
-            )
-        ),
-        loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
-        **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
-    )
+    settings = _sweep_settings(options)
     sink = Sink.stdout()
     configs_by_model = {model: sweep_configs(options, model) for model in model_list(options.model)}
     lengths: list[int | None] = [None]
@@ -199,6 +188,25 @@ def bench(session: Session, options: BenchOptions) -> None:
     if not result["rows"]:
         message = "nothing was measured: every reply ended at its first token"
         raise CheckFailedError(message, fix=["--ignore-eos", "a larger -n"])
+
+
+def _sweep_settings(options: BenchOptions) -> Settings:
+    """Return temperatures, loads and limits of the sweep. Raises UsageError."""
+    from spd.runtime.lab import Load, Settings
+
+    slots = parse_numbers(
+        text=options.concurrency, flag="--concurrency", annotation="int", low=1, high=1024
+    )
+    rates: Sequence[float | None] = [None]
+    if options.rate is not None:
+        rates = parse_numbers(
+            text=options.rate, flag="--rate", annotation="float", low=1e-3, high=1e4
+        )
+    return Settings(
+        temperatures=tuple(parse_temperatures(options.temperature)),
+        loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
+        **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
+    )
 
 
 def model_list(text: str) -> list[str]:

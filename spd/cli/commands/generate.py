@@ -23,9 +23,7 @@ def generate(session: Session, options: GenerateOptions) -> int:
       spd generate --stats "What does os.path.join do?"
       cat notes.md | spd generate -n 200 -s "Be terse" "Summarise"
     """
-    from spd.cli.reply_view import GenerateRun
-    from spd.cli.run_settings import check_conflicts, plan_settings
-    from spd.conversation.prompt import render_prompt
+    from spd.cli.run_settings import check_conflicts
 
     check_conflicts(options)  # options are final from here on: a server gets them as they are
     for path in (options.output, options.trace):
@@ -46,42 +44,50 @@ def generate(session: Session, options: GenerateOptions) -> int:
             from spd.cli.commands.jsonl import generate_lines
 
             return generate_lines(session, options, sink)
-        from spd.cli.prompt_input import read_prompt, suggest_cut
-        from spd.conversation.settings import REQUEST_ID
+        return _generate_local(session, options, sink)
 
-        settings = plan_settings(options)
-        prompt = read_prompt(options)
-        with suggest_cut(options, prompt, settings.context, lambda: settings.vocabulary.tokenizer):
-            request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
-        if options.dry_run:
-            text = render_prompt(prompt, settings.vocabulary, request.prompt_ids)
-            _write_prompt(
-                options=options, context=settings.context, text=text, request=request, sink=sink
-            )
-            return 0
-        engine = load(session.console, options.model, settings.config)
-        if engine.plan.shape.ctx != settings.context:  # memory may allow less than the model does
-            settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
-            with suggest_cut(options, prompt, settings.context, lambda: engine.tokenizer):
-                request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
-        print_run_notes(session.console, settings, engine, request)
-        if not (options.json or options.no_server):
-            print_load_note(session.console, options.model, engine)
-        marks = settings.vocabulary.marks
-        delivery = GenerateRun(
-            session=session,
-            options=options,
-            sink=sink,
-            engine=engine,
-            request=request,
-            inside_thinking=inside_thinking,
-            marks=marks,
+
+def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> int:
+    """Answer one prompt with an engine of this process, or show the prompt with --dry-run."""
+    from spd.cli.prompt_input import read_prompt, suggest_cut
+    from spd.cli.reply_view import GenerateRun
+    from spd.cli.run_settings import plan_settings
+    from spd.conversation.prompt import render_prompt
+    from spd.conversation.settings import REQUEST_ID
+
+    settings = plan_settings(options)
+    prompt = read_prompt(options)
+    with suggest_cut(options, prompt, settings.context, lambda: settings.vocabulary.tokenizer):
+        request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
+    if options.dry_run:
+        text = render_prompt(prompt, settings.vocabulary, request.prompt_ids)
+        _write_prompt(
+            options=options, context=settings.context, text=text, request=request, sink=sink
         )
-        if options.trace is None:
-            return delivery.run()
-        with closing(Sink(options.trace)) as trace:
-            _record_trace(engine, options.model, request, trace)
-            return delivery.run()
+        return 0
+    engine = load(session.console, options.model, settings.config)
+    if engine.plan.shape.ctx != settings.context:  # memory may allow less than the model does
+        settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
+        with suggest_cut(options, prompt, settings.context, lambda: engine.tokenizer):
+            request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
+    print_run_notes(session.console, settings, engine, request)
+    if not (options.json or options.no_server):
+        print_load_note(session.console, options.model, engine)
+    marks = settings.vocabulary.marks
+    run = GenerateRun(
+        session=session,
+        options=options,
+        sink=sink,
+        engine=engine,
+        request=request,
+        inside_thinking=inside_thinking,
+        marks=marks,
+    )
+    if options.trace is None:
+        return run.run()
+    with closing(Sink(options.trace)) as trace:
+        _record_trace(engine, options.model, request, trace)
+        return run.run()
 
 
 def _generate_served(
@@ -97,7 +103,7 @@ def _generate_served(
     with suggest_cut(options, prompt, engine.info.ctx, lambda: engine.tokenizer):
         served = engine.prepare(prompt, sampling, read_grammar(options), options.think)
     print_notes(session.console, served.notes, engine, served.parameters)
-    delivery = GenerateRun(
+    run = GenerateRun(
         session=session,
         options=options,
         sink=sink,
@@ -106,7 +112,7 @@ def _generate_served(
         inside_thinking=served.inside_thinking,
         marks=served.marks,
     )
-    return delivery.run()
+    return run.run()
 
 
 def _record_trace(engine: Engine, model: str, request: Request, trace: Sink) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.bench import parse_numbers, requested_prompts, split_list
+from spd.cli.commands.bench import parse_temperatures, requested_prompts, split_list
 from spd.cli.options import MODEL_PANEL, EngineOptions, ModelArgument, main_option, option
 from spd.cli.parser import parse_value
 from spd.cli.terminal.console import Session
@@ -95,9 +95,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 
-    temperatures = parse_numbers(
-        text=options.temperature, flag="--temperature", annotation="float", low=0, high=100
-    )
+    temperatures = parse_temperatures(options.temperature)
     candidate = replace(
         engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
     )
