@@ -114,9 +114,11 @@ def step_keys(fields: Fields) -> dict[str, object]:
         values["rope_theta"] = [cut.get("rope_theta")] * layers
         cut = fields.with_values(values)
     if "rope_theta" in values:
-        values["rope_parameters"] = _step_rotation(cut, kinds)
-        values["rope_theta"] = None
-        values["rope_scaling"] = None
+        values |= {
+            "rope_parameters": _step_rotation(cut, kinds),
+            "rope_theta": None,
+            "rope_scaling": None,
+        }
     return {**values, "layer_types": kinds}
 
 
@@ -137,11 +139,9 @@ def _step_mlp_kinds(fields: Fields, layers: int) -> list[str]:
 def _step_rotation(fields: Fields, kinds: list[str]) -> dict[str, dict[str, object]]:
     """Return the rotary parameters of each kind of layers, which the file lists by layer."""
     layers = len(kinds)
-    has_shares = "partial_rotary_factors" in fields
+    key = "partial_rotary_factors"
     bases = fields.numbers("rope_theta", layers, 1.0, 1e12)
-    shares = (1.0,) * layers
-    if has_shares:
-        shares = fields.numbers("partial_rotary_factors", layers, 0.0, 1.0)
+    shares = fields.numbers(key, layers, 0.0, 1.0) if key in fields else (1.0,) * layers
     by_kind: dict[str, dict[str, object]] = {}
     for kind, base, share in zip(kinds, bases, shares, strict=True):
         parameters: dict[str, object] = {"rope_theta": base, "partial_rotary_factor": share}

@@ -99,9 +99,7 @@ def read_sliding_windows(
         slides = default
     reason = f"names {ATTENTION_KINDS[1]}, but there is no sliding_window"
     fields.require(bool(window) or not any(slides), "layer_types", reason)
-    if not any(slides):
-        return ()
-    return tuple(window if is_sliding else None for is_sliding in slides)
+    return tuple(window if is_sliding else None for is_sliding in slides) if any(slides) else ()
 
 
 def read_no_rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -112,9 +110,7 @@ def read_no_rope_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     key = "no_rope_layers"
     if key not in fields:
         period = fields.optional_integer("no_rope_layer_interval", 1, MAX_PERIOD)
-        if not period:
-            return ()
-        return tuple(layer % period == 0 for layer in range(1, num_layers + 1))
+        return tuple(layer % period == 0 for layer in range(1, num_layers + 1)) if period else ()
     rotates = fields.integers(key, 0, 1)
     reason = f"is not a list of {num_layers}, one a layer"
     fields.require(len(rotates) >= num_layers, key, reason)

@@ -245,9 +245,7 @@ def _decoder_config(fields: Fields) -> ModelConfig:
     local_heads = None
     if sliding_windows and SLIDING_HEAD_KEYS[0] in family.defaults:
         local_heads = _read_local_heads(fields, num_heads, num_kv_heads)
-    no_rope: tuple[bool, ...] = ()
-    if family.global_no_rope:
-        no_rope = tuple(window is None for window in sliding_windows)
+    no_rope = tuple(window is None for window in sliding_windows) if family.global_no_rope else ()
     scales = _read_scales(fields)
     # Where every layer has experts, files may leave out the width of MLPs.
     expert_width = blocks.experts.intermediate_size if blocks.experts else None
@@ -411,10 +409,8 @@ def _explain_unknown(fields: Fields, name: str) -> Iterator[str]:
     nearest = text or [*similar, f"{nearest_by_part}ForCausalLM"][0]
     yield f"nearest supported: {nearest}; missing: {', '.join(parts) or 'blocks of its own'}"
     if inner is not fields:
-        outcome = "cannot be read either"
-        if text:
-            outcome = f"can be read: a copy of it saved as {text} opens"
-        yield f"its text alone {outcome}"
+        can_be_read = f"can be read: a copy of it saved as {text} opens"
+        yield f"its text alone {can_be_read if text else 'cannot be read either'}"
 
 
 def _read_kv_heads(fields: Fields, key: str, num_heads: int, default: int) -> int:
