@@ -278,9 +278,9 @@ def test_an_eagle3_head_drafts_the_same_by_both_forms(
     head_kernel = skinny_linear_triton._head
     drawn = list[bool]()
 
-    def record_draw(*operands: Any) -> Any:
-        drawn.append(operands[4][-2] is not None)
-        return head_kernel(*operands)
+    def record_draw(**operands: Any) -> Any:
+        drawn.append(operands["draw"][-2] is not None)
+        return head_kernel(**operands)
 
     monkeypatch.setattr(skinny_linear_triton, "_head", record_draw)
     head_options = {
