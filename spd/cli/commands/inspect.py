@@ -249,7 +249,7 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     Without the drafter if it cannot run.
     """
     from spd.runtime import draft_context, machine_from_driver, resolve_plan
-    from spd.runtime.plan.memory import at_context, checkpoint_bytes, fit_to_memory, measure
+    from spd.runtime.plan.memory import at_context, fit_to_memory, measure, snapshot_nbytes
 
     machine = machine_from_driver()
     if isinstance(choice, SpdError):
@@ -276,7 +276,7 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "total": Size(usage.total),
         "parts": {name: Size(size) for name, size in vars(usage).items()},
         "checkpoint_bytes": Size(
-            shape.checkpoints * checkpoint_bytes(shape) if shape.checkpoints else 0
+            shape.snapshots * snapshot_nbytes(shape) if shape.snapshots else 0
         ),
         "device": plan.device,
         "dtype": shape.dtype,

@@ -73,7 +73,7 @@ class Engine(EngineClient):
             block=self.round_queue.runner.pages_per_block,
             ctx=shape.ctx,
             sharing=plan.shares_prefixes,
-            snapshots=SnapshotPool(shape.checkpoints) if shape.checkpoints else None,
+            snapshots=SnapshotPool(shape.snapshots) if shape.snapshots else None,
         )
         self._ready: list[Event] = []
         """Events that the next step returns."""

@@ -36,7 +36,7 @@ LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws in tensors."""
 GRAPH_BYTES = 2**29
 """Bytes left free for captured graphs and their private pools."""
-SHARE_OF_CHECKPOINTS = 8
+SHARE_OF_SNAPSHOTS = 8
 """Snapshots of recurrent states take at most one part in so many of the usable memory."""
 WORTH_NAMING = 0.01
 """A remedy that frees a smaller share of the total is not mentioned, unless it suffices."""
@@ -71,7 +71,7 @@ class EngineShape:
     tp: int = 1
     """Ranks that share the target; all sizes are those of the first rank, which are the largest."""
     draft_tp: int = 1  # ranks of each group that runs the drafter
-    checkpoints: int = 0  # snapshots of recurrent states, in the host's memory
+    snapshots: int = 0  # snapshots of recurrent states, in the host's memory
 
     @property
     def chunk(self) -> int:
@@ -108,7 +108,7 @@ class MemoryNeed:
     states: int  # the slots' states and rings of recurrent layers, of the target and a draft model
     workspace: int
     graphs: int
-    checkpoints: int = 0  # on the host; with a GPU, not part of its memory
+    snapshot_bytes: int = 0  # on the host; with a GPU, not part of its memory
 
     @property
     def total(self) -> int:
@@ -177,7 +177,7 @@ def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     return total
 
 
-def checkpoint_bytes(shape: EngineShape) -> int:
+def snapshot_nbytes(shape: EngineShape) -> int:
     """Return the bytes of one snapshot: states, latest inputs and a page, drafter included."""
     width = DTYPE_BYTES[shape.dtype]
     total = 0
@@ -243,8 +243,8 @@ def measure(shape: EngineShape) -> MemoryNeed:
         states=states,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
-        checkpoints=shape.checkpoints * checkpoint_bytes(shape)
-        if shape.checkpoints and shape.on_cpu
+        snapshot_bytes=shape.snapshots * snapshot_nbytes(shape)
+        if shape.snapshots and shape.on_cpu
         else 0,
     )
 
@@ -368,9 +368,9 @@ def fit_to_memory(
     Pages are cut first, down to those of one request. Raises ResourceError, UsageError for fewer.
     """
     usable_bytes = int(free_bytes * config.memory_fraction)
-    if shape.checkpoints:
-        checkpoint_limit = usable_bytes // SHARE_OF_CHECKPOINTS // checkpoint_bytes(shape)
-        shape = replace(shape, checkpoints=min(checkpoint_limit, shape.checkpoints))
+    if shape.snapshots:
+        snapshot_limit = usable_bytes // SHARE_OF_SNAPSHOTS // snapshot_nbytes(shape)
+        shape = replace(shape, snapshots=min(snapshot_limit, shape.snapshots))
 
     def with_min_pages(ctx: int) -> EngineShape:
         return replace(at_context(shape, ctx), minimal_pages=shape.slots > 1)

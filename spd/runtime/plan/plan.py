@@ -29,9 +29,9 @@ from spd.runtime.plan.machine import Machine, find_machine
 from spd.runtime.plan.memory import (
     EngineShape,
     MemoryNeed,
-    checkpoint_bytes,
     fit_to_memory,
     measure,
+    snapshot_nbytes,
     state_bytes,
 )
 from spd.runtime.round.cpu_load import usable_cpus
@@ -39,7 +39,7 @@ from spd.runtime.round.limits import PAGE_SIZE
 
 AUTO_CTX = 32768
 """The longest context that `auto` takes; --ctx may name a longer one."""
-CHECKPOINTS = 8
+NUM_SNAPSHOTS = 8
 """Snapshots of recurrent states, besides two a slot."""
 MOST_RANKS = 64
 FROM_CONFIG = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
@@ -99,7 +99,7 @@ class EnginePlan:
     def shares_prefixes(self) -> bool:
         """True if a request may begin with another's pages; states need snapshots."""
         recurrent = _any_recurrent(self.shape.target, self.shape.draft)
-        return self.config.prefix_sharing and (self.shape.checkpoints > 0 or not recurrent)
+        return self.config.prefix_sharing and (self.shape.snapshots > 0 or not recurrent)
 
     @property
     def drafter_is_recurrent(self) -> bool:
@@ -136,7 +136,7 @@ class EnginePlan:
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in nested},
             "prefix_sharing": self.shares_prefixes,
-            "checkpoint_bytes": shape.checkpoints and shape.checkpoints * checkpoint_bytes(shape),
+            "checkpoint_bytes": shape.snapshots and shape.snapshots * snapshot_nbytes(shape),
             "page_size": PAGE_SIZE,
             "weight_bytes": need.weights,
             "draft_weight_bytes": need.draft_weights,
@@ -328,9 +328,9 @@ def _draft_form(
     return form
 
 
-def _checkpoint_count(config: EngineConfig, has_states: bool) -> int:
+def _snapshot_count(config: EngineConfig, has_states: bool) -> int:
     """Return how many snapshots of recurrent states are stored for shared prefixes."""
-    return CHECKPOINTS + 2 * config.slots if config.prefix_sharing and has_states else 0
+    return NUM_SNAPSHOTS + 2 * config.slots if config.prefix_sharing and has_states else 0
 
 
 def _resolve_ngram_min(config: EngineConfig, spec: str) -> int:
@@ -376,7 +376,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         draft_form=_draft_form(drafter, form_of),
         tp=config.tp,
         draft_tp=draft_tp,
-        checkpoints=_checkpoint_count(config, _any_recurrent(model, draft)),
+        snapshots=_snapshot_count(config, _any_recurrent(model, draft)),
     )
     sharing_ranks = machine.count_sharing_ranks(config.tp)
     return EnginePlan(
