@@ -149,6 +149,7 @@ def row_of(later: Sequence[RoundRecord]) -> dict[str, Any]:
     accepted = [sum(r.accepted for r in rounds) for rounds in rounds_by_request]
 
     def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, float | None] | None:
+        """Return a ratio of sums with its standard error."""
         if not sum(under):
             return None
         value, error = ratio_of_sums(over, under)

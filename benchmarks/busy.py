@@ -63,6 +63,7 @@ class Worker:
         print(together, tokens, file=self.process.stdin, flush=True)
 
     def read(self) -> str:
+        """Return the worker's next line; raises SystemExit where it has ended."""
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
             raise SystemExit(f"a worker ended with status {self.process.wait()}")
@@ -119,6 +120,7 @@ def measure(arguments: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Measure every load, print, and write the file if requested."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--model", help="a model folder; the demo otherwise")

@@ -187,8 +187,8 @@ def cells(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, En
                 yield name, options
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the cells that are missing; returns the exit status."""
+def parse_settings(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.equality", description=__doc__)
     parser.add_argument("-m", "--model", default="demo-hybrid")
     parser.add_argument("--draft-model", type=Path)
@@ -199,7 +199,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="cells by name: * stands for anything")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell later")
     parser.add_argument("--out", type=Path)
-    settings = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cells that are missing; returns the exit status."""
+    settings = parse_settings(arguments)
     folder = resolve_model(settings.model)
     end = time.monotonic() + 60 * settings.minutes
     head = {

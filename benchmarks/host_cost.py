@@ -92,6 +92,7 @@ def recording(queue: LocalRoundQueue, written: Written) -> Run:
     original = queue.round.run
 
     def run(*args: Any) -> Any:
+        """Run a round, and record what it writes."""
         result = original(*args)
         ring, times = queue.rows[queue.launched % len(queue.rows)]
         written.append((ring.clone(), times.clone()))
@@ -105,6 +106,7 @@ def replaying(queue: LocalRoundQueue, written: Written) -> Run:
     source = iter(written)
 
     def run(*args: Any) -> None:
+        """Write what the same round wrote before."""
         ring, times = queue.rows[queue.launched % len(queue.rows)]
         old_ring, old_times = next(source)
         ring.copy_(old_ring)
@@ -146,6 +148,7 @@ def host_share(
     run = device(queue, written)
 
     def timed(*args: Any) -> Any:
+        """Run a round, and add its time."""
         began = Clocks.now()
         result = run(*args)
         inside.add(began)

@@ -68,6 +68,7 @@ def compile_kernels(arch: str) -> int:
     compile_source = triton.compile
 
     def compile_and_note(source: Any, *target: Any, **options: Any) -> Any:
+        """Compile, and record the digest of the code by kernel, types, constants and options."""
         compiled = compile_source(source, *target, **options)
         constants = sorted((key, repr(value)) for key, value in source.constants.items())
         types = list(source.signature.values())
