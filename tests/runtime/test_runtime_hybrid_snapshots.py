@@ -136,8 +136,8 @@ def test_a_chat_prefills_only_new_tokens(pairs: Pairs, form: str, method: str, l
     assert 1 < len(store.places) <= plan.shape.snapshots
     for place in store.places.values():
         assert sum(copy.nbytes for copy in place) == snapshot_nbytes(plan.shape)
-    assert plan.need.snapshot_bytes == plan.shape.snapshots * snapshot_nbytes(plan.shape)
-    assert plan.as_dict()["checkpoint_bytes"] == plan.need.snapshot_bytes and plan.shares_prefixes
+    assert plan.need.checkpoints == plan.shape.snapshots * snapshot_nbytes(plan.shape)
+    assert plan.as_dict()["checkpoint_bytes"] == plan.need.checkpoints and plan.shares_prefixes
 
 
 def test_the_least_recently_used_snapshot_is_evicted(

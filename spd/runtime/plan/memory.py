@@ -108,7 +108,7 @@ class MemoryNeed:
     states: int  # the slots' states and rings of recurrent layers, of the target and a draft model
     workspace: int
     graphs: int
-    snapshot_bytes: int = 0  # on the host; with a GPU, not part of its memory
+    checkpoints: int = 0  # snapshots, by the name of JSON; on the host, no part of a GPU's memory
 
     @property
     def total(self) -> int:
@@ -243,7 +243,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
         states=states,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
-        snapshot_bytes=shape.snapshots * snapshot_nbytes(shape)
+        checkpoints=shape.snapshots * snapshot_nbytes(shape)
         if shape.snapshots and shape.on_cpu
         else 0,
     )
