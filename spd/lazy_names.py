@@ -14,14 +14,13 @@ def make_lazy_getattr(package: str, modules: Mapping[str, Collection[str]]) -> C
     modules: the names of each module below the package.
     """
 
-    def import_name(name: str) -> object:
+    def import_name(name: str) -> Any:
         for module, names in modules.items():
             if name in names:
                 with warnings.catch_warnings():
                     # torch warns on import where NumPy is absent; spd does not need it.
                     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-                    value: object = getattr(importlib.import_module(f"{package}.{module}"), name)
-                    return value
+                    return getattr(importlib.import_module(f"{package}.{module}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return import_name

@@ -272,12 +272,12 @@ def row_table(
 
 
 def _median_cell(name: str, format_spec: str = ".1f") -> Callable[[Row], str]:
-    """Return the cell of a median; empty if the row has none."""
+    """Return a function that formats a row's median; it returns "" where the row has none."""
     return lambda row: "" if row[name] is None else format(row[name]["median"], format_spec)
 
 
 def _interval_cell(name: str) -> Callable[[Row], str]:
-    """Return the cell of half an interval as a share of its median.
+    """Return a function that formats half an interval as a share of its median.
 
     It is empty for a single repetition.
     """

@@ -129,8 +129,8 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
 
     def draw_draft_counts(axes: Axes) -> None:
         """Draw predicted tokens a second by number of drafts, with the speed of the run."""
-        counts = [prospect.k for prospect in explanation.prospects]
-        speeds = [prospect.tokens_per_second for prospect in explanation.prospects]
+        counts = [estimate.k for estimate in explanation.prospects]
+        speeds = [estimate.tokens_per_second for estimate in explanation.prospects]
         axes.plot(counts, speeds, "-o", label="by the trace")
         axes.plot(
             [explanation.best.k],

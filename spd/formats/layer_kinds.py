@@ -210,6 +210,7 @@ def _full_attention_fields(fields: Fields, windows: tuple[int | None, ...]) -> F
             {key: fields.get(file_key) for key, file_key in keys.items()}, keys
         )
     full_layers = [str(layer) for layer, window in enumerate(windows) if window is None]
+    fields.require(bool(full_layers), "layer_types", "the last layer is not full_attention")
     by_layer = Fields(
         by_layer.where,
         {key.lstrip("0") or "0": value for key, value in by_layer.values.items()},

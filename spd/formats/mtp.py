@@ -248,7 +248,9 @@ class HeadPlan:
 
 
 def plan_head(
-    source: ModelFolder, name: str, check: Callable[[MtpSource, Checkpoint], Collection[str]]
+    source: ModelFolder,
+    name: str,
+    required_names: Callable[[MtpSource, Checkpoint], Collection[str]],
 ) -> HeadPlan:
     """Plan the extraction of a checkpoint's head; the caller closes the plan's checkpoint.
 
@@ -276,7 +278,7 @@ def plan_head(
         verifier=name,
         verifier_sha256=verifier_hash(checkpoint),
     )
-    needed = check(head, checkpoint)
+    needed = required_names(head, checkpoint)
     # A copy of the output head may equal the target's embedding, where that one is tied.
     embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
     target_tables = {"embedding": embedding, "head": output or embedding}

@@ -308,9 +308,9 @@ def _match_lookaround(inner: Matcher, lookaround: str) -> Matcher:
     is_positive = lookaround.endswith("=")
 
     def ahead(subject: Subject, begins: int) -> int:
-        """Return the positions from where the inner matcher matches, or does not.
+        """Return the positions where the inner matcher matches; of a negative lookahead, where it fails.
 
-        Each position is tested once for a text, or lookaheads within lookaheads would multiply.
+        Each position is tested once in a text: nested lookaheads would test it again and again.
         """
         untested = begins & ~subject.tested.get(inner, 0)
         while untested:

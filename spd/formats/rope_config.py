@@ -138,7 +138,8 @@ def read_rope(
     if kind in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         default = None if kind == "llama3" else max_positions
-        original = rope.integer(key, 1, MAX_POSITIONS, default)
+        smallest = 2 if kind == "longrope" else 1  # longrope divides by its logarithm
+        original = rope.integer(key, smallest, MAX_POSITIONS, default)
         if kind == "longrope":
             default_factor = max_positions / original
             rope.numbers("long_factor", head_dim // 2, 1e-3, 1e6)  # checked, and not used

@@ -163,7 +163,11 @@ def _gguf_sizes(folder: Path, depth: int = 2) -> dict[str, int]:
 def _iterate_sets(
     name: str, store: str, folder: Path, sizes: Mapping[str, int]
 ) -> Iterator[StoredModel]:
-    """Yield the models among a repository's files by NAME:TAG, with NAME as an alias."""
+    """Yield a repository's models, the largest file set first, by NAME:TAG with NAME as an alias.
+
+    Companions of models, such as MTP sidecars and importance matrices, are no models. A set that lacks
+    files has a `fault`.
+    """
     for file_set in file_sets(sizes):
         aliases = (f"{name}:{file_set.stem}", *_shorter_aliases(name, file_set), name)
         fault = "" if len(file_set.files) == file_set.expected else _incomplete_fault(file_set)

@@ -156,9 +156,13 @@ class ServedEngine(EngineClient):
     def prepare(
         self, prompt: Prompt, options: SamplingOptions, grammar: GrammarSpec | None, think: str
     ) -> ServedPrompt:
-        """Return the request of a prompt, which the server encodes."""
+        """Have the server encode a prompt; return the request with its marks, notes and parameters.
+
+        think: the value of --think. Waits as long as the server takes. Raises the error with which the
+        server refuses it, or EngineError if the server has ended.
+        """
         self._connection.send(
-            do="prepare", prompt=prompt, wishes=options, grammar=grammar, think=think
+            do="prepare", prompt=prompt, options=options, grammar=grammar, think=think
         )
         answer = self._connection.receive()
         return ServedPrompt(

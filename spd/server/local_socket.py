@@ -120,7 +120,7 @@ class LocalSocket:
     def _prepare(self, message: Message) -> Message:
         """Return a prompt as a request, its parameters, and notes about it."""
         service = self._service
-        options = SamplingOptions(**as_tuples(message["wishes"]))
+        options = SamplingOptions(**as_tuples(message["options"]))
         suggested = service.plan.model.generation
         sampling = resolve_sampling(options, suggested, service.settings.usable_vocab)
         grammar = None if message["grammar"] is None else GrammarSpec(**message["grammar"])

@@ -320,6 +320,10 @@ REFUSED = [
         for scaling, words in (
             ({"type": "dynamic", "factor": 2}, ("rope_scaling", "dynamic", "yarn")),
             ({"rope_type": "longrope", "factor": 2}, ("long_factor", "8 numbers")),
+            (
+                {"rope_type": "longrope", "factor": 2, "original_max_position_embeddings": 1},
+                ("original_max_position_embeddings", "from 2"),
+            ),
             ({"factor": 2}, ("rope_scaling", "rope_type", "missing")),
             ({"type": "linear"}, ("factor", "missing")),
             ({"type": "linear", "factor": 0.5}, ("factor", "0.5")),

@@ -154,9 +154,9 @@ def shifted(engine: Engine, monkeypatch: Patch) -> None:
     for module in modules_of(engine):
         head_input = module.kernels.head_input
 
-        def later(ids: Any, table: Any, batch: Any, *operands: Any) -> Any:
+        def later(*, batch: Any, **operands: Any) -> Any:
             positions = batch.positions + (batch.states.depth > 1)
-            return head_input(ids, table, replace(batch, positions=positions), *operands)  # noqa: B023
+            return head_input(batch=replace(batch, positions=positions), **operands)  # noqa: B023
 
         module.kernels = replace_operations(module.kernels, head_input=later)
 

@@ -162,25 +162,27 @@ def bench(session: Session, options: BenchOptions) -> None:
         ]
     prompts = requested_prompts(options.prompts, options.category)
     configs: list[EngineConfig] = []
-    questions: list[Sequence[EncodedPrompt]] = []
+    prompts_by_config: list[Sequence[EncodedPrompt]] = []
     for model_configs in configs_by_model.values():
         encoded = encode_prompts(model_configs[0].model, prompts, lengths, settings.max_tokens)
         longest = max(len(question.ids) for question in encoded)
         # The cache has room for the longest prompt and reply only.
         ctx = longest + settings.max_tokens
         configs += [replace(config, ctx=ctx) for config in model_configs]
-        questions += [encoded] * len(model_configs)
-    names = [model for model, model_configs in configs_by_model.items() for _ in model_configs]
-    sweep = Sweep(configs, questions, settings)
+        prompts_by_config += [encoded] * len(model_configs)
+    model_names = [
+        model for model, model_configs in configs_by_model.items() for _ in model_configs
+    ]
+    sweep = Sweep(configs, prompts_by_config, settings)
     sweep.watch = lambda ended: session.guard.check()
     try:
         with Ticker(session.console) as ticker:
             sweep.report = partial(ticker.count, amount="{:,} passes".format)
             sweep.run()
     except Interrupted:
-        _write_results(options, bench_result(options, sweep, names, interrupted=True), sink)
+        _write_results(options, bench_result(options, sweep, model_names, interrupted=True), sink)
         raise
-    result = bench_result(options, sweep, names, interrupted=False)
+    result = bench_result(options, sweep, model_names, interrupted=False)
     _write_results(options, result, sink)
     if sweep.differences:
         message = f"{len(sweep.differences)} texts differ from plain decoding"

@@ -71,17 +71,17 @@ def _drafting_method(header: TraceHeader) -> str:
     )
 
 
-def _prospect_cells(
-    name: str, prospect: Estimate, explanation: Explanation, mark: str
+def _estimate_cells(
+    name: str, estimate: Estimate, explanation: Explanation, mark: str
 ) -> list[str]:
     """Return a row of the table of predictions."""
     return [
         name,
-        f"{prospect.round_ms:.2f}",
-        f"{prospect.length:.2f}",
-        f"{prospect.round_ms / explanation.plain.round_ms:.2f}",
-        f"{prospect.tokens_per_second:.1f}",
-        f"{prospect.speed_up:.2f}",
+        f"{estimate.round_ms:.2f}",
+        f"{estimate.length:.2f}",
+        f"{estimate.round_ms / explanation.plain.round_ms:.2f}",
+        f"{estimate.tokens_per_second:.1f}",
+        f"{estimate.speed_up:.2f}",
         mark,
     ]
 
@@ -95,12 +95,12 @@ def explanation_lines(
     """
     shown_counts = {0, 1, 2, 3, 4, 6, 8, 12, 16, len(explanation.prospects) - 1}
     shown_counts |= {explanation.k, explanation.best.k}
-    rows = [_prospect_cells("this run", explanation.now, explanation, "← now")]
-    for prospect in explanation.prospects:
-        if prospect.k in shown_counts:
-            name = f"{explanation.method} k={prospect.k}" if prospect.k else "plain"
-            mark = "← best" if prospect is explanation.best else ""
-            rows.append(_prospect_cells(name, prospect, explanation, mark))
+    rows = [_estimate_cells("this run", explanation.now, explanation, "← now")]
+    for estimate in explanation.prospects:
+        if estimate.k in shown_counts:
+            name = f"{explanation.method} k={estimate.k}" if estimate.k else "plain"
+            mark = "← best" if estimate is explanation.best else ""
+            rows.append(_estimate_cells(name, estimate, explanation, mark))
     header = ["", "ms/round", "tok/round", "pays from", "tok/s", "× plain", ""]
     if columns < NARROW_COLUMNS:
         header = [header[0], *header[4:]]

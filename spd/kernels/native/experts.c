@@ -1,4 +1,4 @@
-/* Mixtures of experts: which experts a row goes through, and what they make of it. See `spd.kernels.moe`. */
+/* Mixtures of experts: which experts a row goes through, and what they make of it. See `spd.kernels.experts.moe`. */
 
 #include <math.h>
 

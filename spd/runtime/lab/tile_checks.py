@@ -94,16 +94,21 @@ def _gives_same_bits(
 
 
 def _first_tensor(results: Results) -> Tensor:
-    return results[0] if isinstance(results, tuple) else results
+    return _as_tuple(results)[0]
 
 
 def _equal_bits(expected: Results, actual: Results) -> bool:
-    """True if two results are equal, tensor by tensor."""
-    if isinstance(expected, tuple):
-        pairs = zip(expected, actual, strict=True)
-        return all(torch.equal(expected_part, actual_part) for expected_part, actual_part in pairs)
-    assert isinstance(actual, Tensor)
-    return torch.equal(expected, actual)
+    """True if two results have the same bits, tensor by tensor; 0.0 and -0.0 differ."""
+    pairs = zip(_as_tuple(expected), _as_tuple(actual), strict=True)
+    return all(torch.equal(_as_bytes(one), _as_bytes(other)) for one, other in pairs)
+
+
+def _as_tuple(results: Results) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _products(

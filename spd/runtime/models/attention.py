@@ -65,7 +65,7 @@ class Attention:
         )
         """Scales of the norms of a token's embedding and of a state, where the input is both."""
         self.qkv_steps = _make_qkv_steps(layout, tensors, build)
-        self.rotate_and_store = _make_query_key_step(layout, tensors, build)
+        self.query_key_step = _make_query_key_step(layout, tensors, build)
         self.query_steps = _make_query_steps(layout, tensors, build)
         self.narrow_values: NarrowValues | None = None
         if layout.values.dim is not None:
@@ -93,7 +93,7 @@ class Attention:
             qkv, gates = self.gating.split(qkv)
         for change_qkv in self.qkv_steps:
             qkv = change_qkv(qkv)
-        query = self.rotate_and_store(qkv, rows, cache)
+        query = self.query_key_step(qkv, rows, cache)
         for change_query in self.query_steps:
             query = change_query(query, batch)
         mixed = self._attend(query, batch, cache)

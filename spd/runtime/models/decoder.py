@@ -69,7 +69,7 @@ class ParallelLayer(DecoderLayer):
     def __call__(
         self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
     ) -> Residual:
-        """Return the stream [T, hidden] with both blocks added.
+        """Return the stream [T, hidden] plus both blocks of it; neither reads the other's sum.
 
         The rows' cache entries are written.
         """

@@ -48,10 +48,10 @@ def program_runs(spans: Iterable[tuple[str, int]], chunk: int) -> list[Run]:
 
 
 def runs_below(runs: Sequence[Run], end: int) -> list[Run]:
-    """Return the runs of all positions below `end`; positions after the last run are written by
-    tiles.
+    """Return the runs of all positions below `end`; tiles write what lies behind the last run.
 
-    A chunk run that `end` cuts becomes a tile run, since no program runs a part of a chunk.
+    The runs begin at 0 and leave no gap. A chunk run that `end` cuts becomes a tile run, since no
+    program runs a part of a chunk.
     """
     clipped: list[Run] = []
     for run in (*runs, Run(runs[-1].end if runs else 0, end, "tile")):
