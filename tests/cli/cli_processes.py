@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.cli.conftest import ROOT, make_program
+from tests.cli.conftest import ROOT, command_words, make_program
 
 STYLE = re.compile(r"\x1b\[([0-9;]*)m")
 PLAIN = {"NO_COLOR": "1"}
@@ -37,7 +37,8 @@ def run_on_terminal(
         "HF_HUB_OFFLINE": "1",
         **environment_changes,
     }
-    command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *map(str, argv)]
+    words = [str(word) for word in command_words(argv)]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *words]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
     )
@@ -65,7 +66,11 @@ class TerminalStream(io.StringIO):
 
 
 def slow_program(
-    model: Path, *argv: str, hang_at: str = "step", extra_setup: str = "", **how: Any
+    model: Path,
+    *argv: str | Sequence[str],
+    hang_at: str = "step",
+    extra_setup: str = "",
+    **how: Any,
 ) -> list[str]:
     """Return a command that runs spd with an engine that loads or decodes slowly.
 
@@ -73,7 +78,13 @@ def slow_program(
     """
     pieces = how.get("pieces", 40)
     pause = how.get("pause", 0.05)
-    spd_argv = ["spd", *how.get("command", ("generate", "Hi")), "-m", str(model), *argv]
+    spd_argv = [
+        "spd",
+        *how.get("command", ("generate", "Hi")),
+        "-m",
+        str(model),
+        *command_words(argv),
+    ]
     setup = f"""
 import atexit, threading
 def hang(word):

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -317,11 +317,19 @@ class Stdin(io.TextIOWrapper):
 Run = Callable[..., RunResult]
 
 
+def command_words(arguments: Iterable[object]) -> list[object]:
+    """Return the words of a command line; an argument that is a list or a tuple holds several."""
+    words: list[object] = []
+    for argument in arguments:
+        words.extend(argument if isinstance(argument, list | tuple) else [argument])
+    return words
+
+
 @pytest.fixture
 def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
     """Return a function that runs the command line in this process; without `stdin` it is a terminal.
 
-    For example `spd_run("generate", "Hi", stdin=b"...")`.
+    For example `spd_run("generate", "Hi", stdin=b"...")`; a list or a tuple stands for its words.
     """
     from spd.cli.app import main
 
@@ -334,7 +342,7 @@ def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
     def run(*argv: object, stdin: bytes | None = None, closed: bool = False) -> RunResult:
         capfdbinary.readouterr()
         monkeypatch.setattr(sys, "stdin", None if closed else Stdin(stdin))
-        code = main([str(argument) for argument in argv])
+        code = main([str(word) for word in command_words(argv)])
         out, err = capfdbinary.readouterr()
         return RunResult(code, out, err.decode())
 
@@ -346,7 +354,7 @@ def spd_run(monkeypatch, capfdbinary, tmp_path) -> Iterator[Run]:
 @pytest.fixture
 def ask(spd_run: Run, model: Path, script: Script) -> Run:
     """Return a function that runs `generate` with the prompt Hi over the fake engine."""
-    return lambda *argv, **how: spd_run("generate", "-m", model, "Hi", *argv, **how)
+    return lambda *argv, **how: spd_run("generate", "-m", model, "Hi", command_words(argv), **how)
 
 
 def assert_refused(ran: RunResult, code: int, *expected_texts: str) -> None:

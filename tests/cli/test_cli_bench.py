@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,7 @@ def test_results_of_different_models_are_compared_with_a_remark(
     spd_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     """One model each is compared with a remark; results of several are refused with a fix."""
-    first, other = (write_result(tmp_path / name, "model", value=name) for name in ("m", "n"))
+    first, other = (write_result(tmp_path / name, ["model"], value=name) for name in ("m", "n"))
     ran = spd_run("compare", first, other)
     assert ran.code == 0 and "not under the same conditions: model m → n" in ran.text
     assert "spd bench -m m,n measures both in turn" in ran.text and "within noise" in ran.text
@@ -200,7 +200,7 @@ def test_results_of_different_models_are_compared_with_a_remark(
 def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:
     monkeypatch.setattr(Sweep, "run", lambda self: None)
     for arguments in (("demo",), ("-m", "demo")):
-        ran = spd_run("bench", *arguments)
+        ran = spd_run("bench", arguments)
         assert (
             ran.code == 6
             and ran.text == "nothing was measured\n"
@@ -208,7 +208,7 @@ def test_nothing_measured_is_a_failure(spd_run, monkeypatch) -> None:
         )
 
 
-def write_result(path: Path, *removed: str | int, value: Any = None) -> Path:
+def write_result(path: Path, removed: Sequence[str | int] = (), value: Any = None) -> Path:
     """Write a small complete result with one value removed or replaced."""
     samples = [make_sample(config, r, 1.0 + 0.1 * r) for config in (0, 1) for r in range(3)]
     result: Any = {"schema": "spd.bench/1", "model": "m", "prompts": {"code/1": "0"}}
@@ -253,7 +253,7 @@ INVALID_VALUES: tuple[Any, ...] = (
 )
 def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -> None:
     assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
-    path = write_result(tmp_path / "a.json", *removed, value=value)
+    path = write_result(tmp_path / "a.json", removed, value=value)
     with pytest.raises(UsageError, match=r"a\.json is not a result of spd bench") as caught:
         read_result(path)
     if value is None:
@@ -282,7 +282,7 @@ def run(spd_run: Callable[..., Any], tmp_path: Path, random_weights: None) -> Ca
         1.5,
     )
     return lambda *extra_arguments: spd_run(
-        *arguments, "--threads", 1, "--dtype", "float32", "-n", 24, *extra_arguments
+        arguments, "--threads", 1, "--dtype", "float32", "-n", 24, extra_arguments
     )
 
 
@@ -358,7 +358,7 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     """
 
     def traced(name: str, *arguments: object) -> Path:
-        ran = spd_run("generate", *QUICK, *arguments, "--stats", "--trace", tmp_path / name, ASK)
+        ran = spd_run("generate", QUICK, arguments, "--stats", "--trace", tmp_path / name, ASK)
         assert ran.code == 0 and ran.text.strip()
         speeds[name] = re.findall(r" · ([\d.]+) tok/s", ran.err)
         return tmp_path / name

@@ -45,7 +45,7 @@ def talk(spd_run: Callable, model: Path, script: Any) -> Callable:
     def run(*lines: str, argv: Sequence[object] = (), name: str | None = "t") -> Any:
         session = ["-c", name] if name else []
         return spd_run(
-            "chat", model, *session, *argv, stdin="".join(f"{line}\n" for line in lines).encode()
+            "chat", model, session, argv, stdin="".join(f"{line}\n" for line in lines).encode()
         )
 
     return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def test_a_typed_line_gives_its_output(row, spd_run, model, script, monkeypatch)
     before = list_files(model)
     if expected_output.startswith("> "):
         argv.insert(1, "--json")
-    ran = spd_run(*argv, stdin=unescape_bytes(stdin.strip()) if has_stdin else None)
+    ran = spd_run(argv, stdin=unescape_bytes(stdin.strip()) if has_stdin else None)
     if expected_output.startswith("> "):
         assert (ran.code, ran.json["prompt"].encode()) == (
             int(status),
@@ -126,7 +126,7 @@ PAIRS = [(name, other, reason) for name, excluded, reason in CONFLICTS for other
 def test_conflicting_options_are_refused(
     name: str, other: str, reason: str, spd_run: Callable, model: Path
 ) -> None:
-    ran = spd_run("generate", "-m", model, *arguments_of(name), *arguments_of(other))
+    ran = spd_run("generate", "-m", model, arguments_of(name), arguments_of(other))
     if "json" in (name, other):
         error = ran.json["error"]
         assert ran.code == 2 and reason in error["message"]
@@ -141,7 +141,7 @@ def test_an_option_without_the_one_it_needs_is_refused(
 ) -> None:
     extra_arguments = [] if needed != ["output"] else ["--jsonl"]
     assert_refused(
-        spd_run("generate", "-m", model, *arguments_of(name), *extra_arguments), 2, reason, fix
+        spd_run("generate", "-m", model, arguments_of(name), extra_arguments), 2, reason, fix
     )
 
 
@@ -166,10 +166,11 @@ def names(params: list[Any]) -> set[str]:
     return {name for param in params for name in (*param.opts, *param.secondary_opts)}
 
 
-def parse_arguments(command: str, *argv: str) -> dict[str, Any]:
+def parse_arguments(command_line: Sequence[str]) -> dict[str, Any]:
     """Return the values that a command would get."""
+    command, *argv = command_line
     app: Any = get_command(build_app((command,)))
-    values: dict[str, Any] = app.commands[command].make_context(command, list(argv)).params
+    values: dict[str, Any] = app.commands[command].make_context(command, argv).params
     return values
 
 
@@ -183,8 +184,8 @@ def test_there_are_few_options_and_names_of_other_tools_hide_none() -> None:
         ), param.opts
     ours = names(options()["generate"])
     assert set(FOREIGN_OPTIONS.values()) <= ours and not set(FOREIGN_OPTIONS) & ours
-    assert parse_arguments("generate", "--temp=0.5", "-md", "x")["temperature"] == 0.5
-    assert parse_arguments("generate", "--n-predict", "7", "-md", "x")["draft_model"] == "x"
+    assert parse_arguments(["generate", "--temp=0.5", "-md", "x"])["temperature"] == 0.5
+    assert parse_arguments(["generate", "--n-predict", "7", "-md", "x"])["draft_model"] == "x"
 
 
 def test_an_option_of_another_tool_has_a_fix_that_works(spd_run) -> None:
@@ -237,7 +238,7 @@ def test_a_model_is_an_argument_or_an_option(command: str) -> None:
         ["M", *folder, "-m", "M"],
     )
     for arguments in argument_lists:
-        values = parse_arguments(command, *arguments)
+        values = parse_arguments([command, *arguments])
         merge_model_argument(values, {"model"} if {"-m", "--model"} & {*arguments} else set())
         assert values["model"] == "M", arguments
         assert str(values.get("destination")) == "".join(folder or ["None"]), arguments
@@ -267,7 +268,7 @@ def test_a_value_is_never_taken_for_an_option() -> None:
         ("serve --stop demo", "model_argument", "demo"),
         ("convert-mtp demo destination", "destination", "destination"),
     ):
-        assert parse_arguments(*typed.split())[name] == value, typed
+        assert parse_arguments(typed.split())[name] == value, typed
 
 
 def test_flags_before_the_command_are_its_own(spd_run: Callable, model: Path, script: Any) -> None:
@@ -327,7 +328,7 @@ def test_a_named_file_stands_for_the_persons(
     named_file.write_text("top-p = 0.9\n")
     monkeypatch.setenv("SPD_CONFIG", str(named_file))
     for argv in (["generate"], ["generate", "-v"]):
-        ran = spd_run(*argv, "-m", model, "Hi")
+        ran = spd_run(argv, "-m", model, "Hi")
         params = script.request.params
         assert ran.code == 0 and (params.temperature, params.top_p) == (0.0, 0.9)
     assert f"config  {named_file} sets top-p\n" in ran.err and "top p 0.9 (given)" in ran.err
@@ -360,12 +361,12 @@ def test_a_saved_chat_goes_before_files_and_environment(
     monkeypatch.setenv("SPD_MODEL", str(home / "nothing"))
     for name in ("s", None):
         assert ran.code == 0
-        ran = spd_run("chat", "-c", *filter(None, [name]), stdin=b"Again\n")
+        ran = spd_run("chat", "-c", [name] if name else [], stdin=b"Again\n")
         header = read_saved_chat(home)[0]
         assert (header["model"], header["seed"], header["system"]) == (str(model), 5, "be kind")
     assert ran.code == 0 and header["draws"] == 3
     for seed, how in ((7, [other]), (8, ["-m", other])):
-        ran = spd_run("chat", "-c", *how, "--seed", seed, "-s", "be brief", stdin=b"More\n")
+        ran = spd_run("chat", "-c", how, "--seed", seed, "-s", "be brief", stdin=b"More\n")
         header = read_saved_chat(home)[0]
         assert ran.code == 0 and (header["model"], header["seed"]) == (str(other), seed)
         assert (header["system"], header["draws"]) == ("be brief", 1)

@@ -44,7 +44,7 @@ STDERR_CASES: list[tuple[str, str | tuple[str, ...]]] = [
 def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
     options, expected, ask, model, script
 ) -> None:
-    ran = ask(*options.split())
+    ran = ask(options.split())
     assert (ran.code, ran.text) == (0, "Hello wörld!\n") and script.engine.closed
     assert (
         ran.err == expected
@@ -52,7 +52,7 @@ def test_text_and_one_newline_on_stdout_the_rest_on_stderr(
         else all(text in ran.err for text in expected)
     )
     if "note:" in expected:
-        assert ask("-q", *options.split()).err == ""
+        assert ask("-q", options.split()).err == ""
     if not options:
         assert script.engine.config == EngineConfig(model=ModelFolder(model))
 
@@ -106,7 +106,7 @@ def test_options_reach_the_request_and_the_engine(ask, script, model) -> None:
         "--set",
         "min_p=0.1",
     ]
-    ask(*argv)
+    ask(argv)
     params = script.request.params
     assert (params.stop, params.stop_token_ids, params.max_tokens, params.seed) == (
         ("\n\n",),
@@ -123,7 +123,7 @@ def test_options_reach_the_request_and_the_engine(ask, script, model) -> None:
     assert params.logit_bias == ((3, -1.0), (4, 2.0))
     flags = "--device cpu --dtype float32 --ctx 64 --spec ngram --draft-max 3 --no-adaptive --lag 2"
     flags += " --graphs off --kernels torch --memory-fraction 0.5 --threads 3"
-    ask(*flags.split())
+    ask(flags.split())
     expected_fields: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -307,7 +307,7 @@ def test_a_pipe_with_a_name_is_a_file(spd_run, model, script, tmp_path, monkeypa
     os.mkfifo("pipe")
     for option, (data, arguments) in INPUTS.items():
         threading.Thread(target=Path("pipe").write_bytes, args=(data,), daemon=True).start()
-        ran = spd_run("generate", "-m", model, *option.split(), *arguments)
+        ran = spd_run("generate", "-m", model, option.split(), arguments)
         assert ran.code == 0, ran
 
 
@@ -343,19 +343,19 @@ def test_overflow_says_tokens_limit_and_way_out(spd_run: Callable, model: Path, 
     """Cover the model's 128 tokens, a smaller --ctx, and a smaller context of the engine."""
     raw = ["generate", "-m", model, "--raw"]
     assert_refused(
-        spd_run(*raw, "x" * 128),
+        spd_run(raw, "x" * 128),
         4,
         "prompt is 128 tokens but the context is 128",
         "a shorter prompt",
     )
-    ran = spd_run(*raw, "x" * 5000, "--ctx", "64")
+    ran = spd_run(raw, "x" * 5000, "--ctx", "64")
     assert_refused(ran, 4, "prompt is 5,000 tokens but the context is 64", "a shorter prompt")
     assert "--ctx 5k" not in ran.err
-    ran = spd_run(*raw, "x" * 70, "--ctx", "64", "-n", "10")
+    ran = spd_run(raw, "x" * 70, "--ctx", "64", "-n", "10")
     assert ran.code == 4 and "--ctx" in ran.err and not script.engines
-    assert spd_run(*raw, "x" * 127).code == 0
+    assert spd_run(raw, "x" * 127).code == 0
     script.ctx = 32
-    ran = spd_run(*raw, "x" * 50)
+    ran = spd_run(raw, "x" * 50)
     assert ran.code == 4 and "50 tokens but the context is 32" in ran.err
 
 
@@ -366,14 +366,14 @@ def test_a_log_beyond_the_context_is_refused_with_a_command_that_cuts_it(
     log = tmp_path / "build log"
     log.write_text("0123456789" * 3000)
     raw = ("generate", "-m", model, "--raw")
-    ran = spd_run(*raw, "-f", log, "Why?")
+    ran = spd_run(raw, "-f", log, "Why?")
     assert ran.code == 4 and f"fix: tail -c 96 '{log}' | spd generate …\n" in ran.err
-    ran = spd_run(*raw, "Why?", stdin=log.read_bytes())
+    ran = spd_run(raw, "Why?", stdin=log.read_bytes())
     assert ran.code == 4 and "fix: … | tail -c 96 | spd generate …\n" in ran.err
-    assert spd_run(*raw, "Why?", stdin=log.read_bytes()[-96:]).code == 0
-    assert "tail" not in spd_run(*raw, "x" * 500).err
-    assert "tail" not in spd_run(*raw, "x" * 500, stdin=b"short").err
-    assert "tail" not in spd_run(*raw, "-f", log, "-f", log).err
+    assert spd_run(raw, "Why?", stdin=log.read_bytes()[-96:]).code == 0
+    assert "tail" not in spd_run(raw, "x" * 500).err
+    assert "tail" not in spd_run(raw, "x" * 500, stdin=b"short").err
+    assert "tail" not in spd_run(raw, "-f", log, "-f", log).err
 
 
 LONG_TEXT = "word " * 1_000_000
@@ -389,7 +389,7 @@ def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch
         return encode(self, text, parse_special)
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
-    ran = spd_run("generate", "-m", model, *how, stdin=LONG_TEXT.encode())
+    ran = spd_run("generate", "-m", model, how, stdin=LONG_TEXT.encode())
     assert_refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
     assert f"{len(LONG_TEXT) // 1000:,}" in ran.err or "-s" in how
     assert sum(seen) < 700_000

@@ -21,7 +21,7 @@ from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
 )
-VOCABULARY = byte_level(("<|user|>", CONTROL), ("<|end|>", CONTROL), pre="qwen2")
+VOCABULARY = byte_level([("<|user|>", CONTROL), ("<|end|>", CONTROL)], pre="qwen2")
 
 
 def write_model(path: Path, **keys: Value) -> Path:
@@ -45,7 +45,7 @@ def test_a_prompt_is_written_by_the_files_template(file: Path, spd_run: Callable
 
 def test_a_turn_ends_at_the_files_own_end(file: Path, spd_run: Callable) -> None:
     arguments = ("generate", "-m", file, "Hi", "-n", "8", "--json", "--set", "logit_bias=257=100")
-    ended = spd_run(*arguments).json
+    ended = spd_run(arguments).json
     assert ended["finish_reason"] == "stop" and ended["text"] == ""
 
 
@@ -71,7 +71,7 @@ def test_a_file_that_ollama_keeps_answers_as_itself(
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
     arguments = ("Hi", "-n", "8", "--temperature", "0", "--json")
     stored_reply, file_reply = (
-        spd_run("generate", "-m", model, *arguments).json for model in ("tiny", file)
+        spd_run("generate", "-m", model, arguments).json for model in ("tiny", file)
     )
     assert stored_reply["token_ids"] == file_reply["token_ids"]
     models = spd_run("ls", "--json").json["models"]

@@ -115,7 +115,7 @@ def test_what_would_run_is_what_the_plan_says(spd_run: Callable) -> None:
         ((), EngineConfig(model=demo_folder(), device="cpu")),
         (("--draft", draft), EngineConfig(model=demo_folder(), device="cpu", draft_model=draft)),
     ):
-        report = spd_run("inspect", "demo", *arguments, "--json").json
+        report = spd_run("inspect", "demo", arguments, "--json").json
         plan = make_plan(config)
         assert faults(report, "inspect") == [] and faults(report | {"more": 1}, "inspect") != []
         speculation = report["speculation"]

@@ -20,7 +20,7 @@ from spd.formats.files import open_output
 from spd.runtime import Engine
 from spd.runtime.engine.request import derived_seed
 from tests.cli.cli_processes import finish, start
-from tests.cli.conftest import assert_refused, wait_until
+from tests.cli.conftest import assert_refused, command_words, wait_until
 from tests.json_schema import faults
 
 Lines = Callable[..., tuple[Any, list[dict[str, Any]]]]
@@ -49,7 +49,7 @@ def answers(spd_run: Callable[..., Any], target: Path) -> Lines:
             "--dtype",
             "float32",
         ]
-        ran = spd_run("generate", *common, *argv, stdin=text_of(lines).encode())
+        ran = spd_run("generate", common, command_words(argv), stdin=text_of(lines).encode())
         replies = [json.loads(line) for line in ran.out.splitlines()]
         assert [fault for reply in replies for fault in faults(reply, "generate.line")] == []
         return ran, replies
@@ -186,7 +186,7 @@ def test_shared_messages_precede_the_prompt_of_each_line(answers, tmp_path) -> N
     chat.write_text(json.dumps(shared))
     lines = [{"prompt": f"{i}"} for i in range(6)]
     for flags in (["--system", "s " * 60], ["--messages", chat]):
-        _, replies = answers(lines, *flags, "--concurrency", 3)
+        _, replies = answers(lines, flags, "--concurrency", 3)
         cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in replies]
         assert cached[0] == 0 and min(cached[1:]) >= 64, cached
     full_chat = {
@@ -323,7 +323,7 @@ def test_a_second_writer_of_a_file_is_refused(answers: Lines, tmp_path: Path) ->
     first = open_output(out, append=True)
     for flags in ((), ("--resume",)):
         assert_refused(
-            answers(make_prompts(3), "-o", out, *flags)[0],
+            answers(make_prompts(3), "-o", out, flags)[0],
             2,
             f"{out}: another process is writing it",
         )

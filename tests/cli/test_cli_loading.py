@@ -28,7 +28,7 @@ from spd.runtime import EngineConfig, Request, SamplingParams
 from spd.runtime.engine import assembly
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.engine import Engine
-from spd.runtime.load.progress import LoadProgress, Phase
+from spd.runtime.load.progress import LoadProgress
 from spd.runtime.plan import machine
 from spd.runtime.round.round import Round
 from tests.cli import conftest
@@ -44,23 +44,24 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
     return TerminalStream()
 
 
-def load(stream: io.StringIO, console: Console, *phases: tuple[Phase, int, int]) -> None:
+def load(stream: io.StringIO, console: Console) -> None:
+    """Report all of `STEPS` to a bar on the stream."""
     with redirect_stderr(stream), loading("loading some/model", console) as progress:
-        for phase, done, total in phases:
-            progress(LoadProgress(phase, done, total))
+        for step in STEPS:
+            progress(step)
 
 
-STEPS: tuple[tuple[Phase, int, int], ...] = (
-    ("read", 0, 2**30),
-    ("read", 2**28, 2**30),
-    ("read", 2**29, 2**30),
-    ("pack", 0, 2**30),
-    ("pack", 2**29, 2**30),
+STEPS = (
+    LoadProgress("read", 0, 2**30),
+    LoadProgress("read", 2**28, 2**30),
+    LoadProgress("read", 2**29, 2**30),
+    LoadProgress("pack", 0, 2**30),
+    LoadProgress("pack", 2**29, 2**30),
 )
 
 
 def test_a_bar_names_phase_and_amount_and_goes_away(terminal: TerminalStream) -> None:
-    load(terminal, Console(), *STEPS)
+    load(terminal, Console())
     lines = terminal.getvalue().split("\r")
     assert (
         lines[1] == "loading some/model …"
@@ -97,19 +98,19 @@ def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(
     terminal, monkeypatch
 ) -> None:
-    load(terminal, Console(quiet=True), *STEPS)
+    load(terminal, Console(quiet=True))
     file = io.StringIO()
-    load(file, Console(color=True), *STEPS)
+    load(file, Console(color=True))
     assert terminal.getvalue() == file.getvalue() == ""
     monkeypatch.setattr(terminal, "write", make_failing(OSError(5, "Input/output error")))
-    load(terminal, Console(), *STEPS)
+    load(terminal, Console())
 
 
 def test_a_long_prompt_is_seen_while_it_is_read(terminal, spd_run, tiny, monkeypatch) -> None:
     counts = list[Any]()
     monkeypatch.setattr(Ticker, "count", lambda self, *arguments, **_: counts.append(arguments[:3]))
     argv = ["-m", tiny("qwen3", layers=1), "-n", 1, "--threads", 1, "--raw"]
-    assert spd_run("generate", *argv, stdin=b"word " * 90).code == 0
+    assert spd_run("generate", argv, stdin=b"word " * 90).code == 0
     read = [(done, total) for task, done, total in counts if task == "reading the prompt"]
     assert read and read == sorted(read) and read[-1][0] == read[-1][1] > 400
 
@@ -123,7 +124,7 @@ def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
     reason = "not the C kernels: no C compiler is installed"
     monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=reason))
     assert f"note: this is slow: {reason}" in ask().err
-    script.on_load = lambda progress: [progress(LoadProgress(*step)) for step in STEPS]
+    script.on_load = lambda progress: [progress(step) for step in STEPS]
     with redirect_stderr(terminal):
         assert ask().code == 0 and "reading weights 25%" in terminal.getvalue()
     with redirect_stderr(terminal), loading("loading some/model", Console()):
@@ -169,11 +170,11 @@ def test_random_weights_need_one_file(spd_run, bare, request) -> None:
         "--threads",
         1,
     ]
-    assert_refused(spd_run(*argv), 4, "model.safetensors")
+    assert_refused(spd_run(argv), 4, "model.safetensors")
     request.getfixturevalue("random_weights")
-    ran = spd_run(*argv)
+    ran = spd_run(argv)
     assert ran.code == 0 and re.fullmatch(r"\d+(,\d+){5}\n", ran.text) and ran.err == "", ran
-    reply = spd_run(*argv, "--json").json
+    reply = spd_run(argv, "--json").json
     assert reply["token_ids"] == [int(token) for token in ran.text.split(",")]
     assert reply["plan"]["load"] == "dummy" and reply["timings"]["load_ms"] > 0
 
@@ -181,7 +182,7 @@ def test_random_weights_need_one_file(spd_run, bare, request) -> None:
 def test_memory_that_runs_out_ends_with_5(spd_run, bare, monkeypatch, random_weights) -> None:
     argv = ["generate", "-m", bare, "--prompt-ids", "1,2", "--threads", "1"]
     monkeypatch.setattr(Round, "run", make_failing(MemoryError()))
-    ran = spd_run(*argv, "-q", "-o", os.devnull)
+    ran = spd_run(argv, "-q", "-o", os.devnull)
     assert_refused(ran, 5, "out of memory on cpu while running", "(frees ")
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
     monkeypatch.setattr(assembly, "load_model", None)
@@ -267,5 +268,5 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
         0.7,
     ]
     for lines, captured in ((1, []), (4, []), (5, [(0.7, 4)])):
-        assert spd_run("generate", *argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
+        assert spd_run("generate", argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
         assert captures == captured

@@ -278,9 +278,9 @@ def test_a_model_that_cannot_be_fetched_is_refused_with_the_reason(
 def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> None:
     """Without it a script downloads nothing."""
     monkeypatch.setattr(run, "load", make_failing(UsageError("no lines to answer")))
-    assert_refused(spd_run(*typed.split(), NAME, stdin=b"Hi"), 3, f"spd pull {NAME}")
+    assert_refused(spd_run(typed.split(), NAME, stdin=b"Hi"), 3, f"spd pull {NAME}")
     assert hub.log == [] and not cache.exists()
-    ran = spd_run(*typed.split(), NAME, "--pull", stdin=b"")
+    ran = spd_run(typed.split(), NAME, "--pull", stdin=b"")
     assert ran.code == 0 or "no lines to answer" in ran.err
     assert "model.safetensors" in hub.fetched_files(), ran
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_group
 
 from spd.cli.commands import COMMANDS, build_app
-from tests.cli.conftest import ROOT, edit_json
+from tests.cli.conftest import ROOT, command_words, edit_json
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 
 EVIL = "x\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\u200f\u2028\nfix: curl evil\rZ"
@@ -91,7 +91,7 @@ def test_nothing_from_outside_steers_a_terminal(case, spd_run, tiny, tmp_path, m
     places = {"good": tiny("llama3"), "evil": tmp_path / "evil", "odd": EVIL}
     change, typed = CASES[case]
     change(Path(shutil.copytree(places["good"], places["evil"])))
-    ran = spd_run(*(word.format(**places) for word in typed.split()), stdin=b"Hi\n")
+    ran = spd_run([word.format(**places) for word in typed.split()], stdin=b"Hi\n")
     output = ran.err + ran.text * (
         not typed.startswith("chat")
     )  # whose output is the reply, as it is
@@ -116,9 +116,9 @@ def spd(*argv: object, **environment: str) -> subprocess.CompletedProcess[bytes]
     inherited = {
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")
     }
-    arguments = (argument if isinstance(argument, bytes) else str(argument) for argument in argv)
+    words = (word if isinstance(word, bytes) else str(word) for word in command_words(argv))
     return subprocess.run(
-        [sys.executable, "-m", "spd", *arguments],
+        [sys.executable, "-m", "spd", *words],
         env={**inherited, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -150,12 +150,12 @@ def test_locales_with_fewer_letters_get_utf8(folder) -> None:
     for encoding in ("ascii", "latin-1"):
         locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
         for argv in (("generate", "--help"), ("inspect", folder)):
-            done = spd(*argv, **locale)
+            done = spd(argv, **locale)
             assert done.returncode == 0 and b"Traceback" not in done.stderr and done.stdout, done
     text_file = folder.parent / "größe.txt"
     text_file.write_text("Σ\n")
     arguments = ["--raw", "--dry-run", "-m", folder, "-f", text_file, "naïve café"]
-    done = spd("generate", *arguments, "--json", LC_ALL="C")
+    done = spd("generate", arguments, "--json", LC_ALL="C")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["prompt"].split() == ["Σ", "naïve", "café"]
     done = spd("generate", "--raw", "--dry-run", "-m", folder, b"caf\xe9", LC_ALL="C")

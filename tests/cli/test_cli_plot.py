@@ -85,7 +85,7 @@ def test_without_the_library_the_command_that_installs_it_is_named(
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     monkeypatch.setattr(Sweep, "run", lambda self: pytest.fail("it measures"))
     arguments = ["demo"] if command == "bench" else [str(tmp_path / "none")]
-    ran = spd_run(command, *arguments, "--plot", tmp_path / "x.png")
+    ran = spd_run(command, arguments, "--plot", tmp_path / "x.png")
     assert_refused(ran, 2, "--plot needs matplotlib", "fix: pip install 'spd[plot]'")
 
 

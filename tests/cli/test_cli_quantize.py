@@ -50,13 +50,11 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(spd_run: Callable, tmp_p
     assert (written / "model.safetensors").stat().st_size >= ran["bytes"]["after"]
     assert 2 * ran["bytes"]["before"] > 3 * ran["bytes"]["after"]
     replies = [
-        spd_run("generate", *arguments, *ASK).out
+        spd_run("generate", arguments, ASK).out
         for arguments in (("-m", written), ("--quantize", "int4"))
     ]
-    assert replies[0] == replies[1] != spd_run("generate", *ASK).out
-    drafted = spd_run(
-        "generate", "-m", written, *("mtp" if word == "off" else word for word in ASK)
-    )
+    assert replies[0] == replies[1] != spd_run("generate", ASK).out
+    drafted = spd_run("generate", "-m", written, ["mtp" if word == "off" else word for word in ASK])
     assert drafted.out == replies[0]
 
 
@@ -71,7 +69,7 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
     before = load_file(source / "model.safetensors")
     heads = {name for name in before if name.startswith("mtp.") and name.endswith("_proj.weight")}
     for folder, arguments in (("own", ()), ("all", ("--mtp-too",))):
-        spd_run("quantize", source, tmp_path / folder, *arguments)
+        spd_run("quantize", source, tmp_path / folder, arguments)
         written = ModelFolder(tmp_path / folder)
         quantization = written.config.quantization
         after = written.checkpoint

@@ -53,7 +53,7 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
             "--trace",
             trace,
         ]
-        ran = spd_run(*RAW, "-m", model, *arguments, "--json")
+        ran = spd_run(RAW, "-m", model, arguments, "--json")
         assert ran.code == 0, ran
         reply = ran.json
         replies[spec] = [reply[key] for key in ("text", "token_ids", "finish_reason", "logprobs")]
@@ -77,7 +77,7 @@ def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, 
     first = "What does os.path.join do?"
     second = "And what does os.path.split do, in a few words?"
     arguments = ["chat", model, "--ctx", "1024", "-n", "40", "--seed", "7", "--temperature", "0.8"]
-    ran = spd_run(*arguments, "-c", "a", stdin=f"{first}\n/stats\n{second}\n/stats\n".encode())
+    ran = spd_run(arguments, "-c", "a", stdin=f"{first}\n/stats\n{second}\n/stats\n".encode())
     assert ran.code == 0, ran
     (prompt, first_cached), (new, cached) = [
         tuple(map(int, counts)) for counts in re.findall(PROMPT, ran.err)
@@ -90,7 +90,7 @@ def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, 
     assert 0 < new < prompt + generated
     for name, spec in (("b", "off"), ("c", "ngram")):
         for line in (first, second):
-            spd_run(*arguments, "-c", name, "--spec", spec, stdin=f"{line}\n".encode())
+            spd_run(arguments, "-c", name, "--spec", spec, stdin=f"{line}\n".encode())
         assert read_saved_chat(tmp_path, name)[1:] == turns, (
             "from cached keys or from a fresh start"
         )
@@ -114,7 +114,7 @@ def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, 
         "-c",
         "a",
     ]
-    ran = spd_run(*arguments, stdin="".join(f"{line}\n/stats\n" for line in lines).encode())
+    ran = spd_run(arguments, stdin="".join(f"{line}\n/stats\n" for line in lines).encode())
     first, second, again, other = [
         (int(a) + int(b), int(b)) for a, b in re.findall(PROMPT, ran.err)
     ]
@@ -156,9 +156,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_auto_takes_the_head_that_is_given_and_the_text_is_plain(spd_run, pair, tmp_path) -> None:
     target, head = pair
     arguments = ("generate", *QUICK, "-m", target, "--temperature", 0.8, "--json", "abc abc abc")
-    plain = spd_run(*arguments, "--spec", "off").json
+    plain = spd_run(arguments, "--spec", "off").json
     trace = tmp_path / "trace"
-    reply = spd_run(*arguments, "--draft-model", head, "--no-adaptive", "--trace", trace).json
+    reply = spd_run(arguments, "--draft-model", head, "--no-adaptive", "--trace", trace).json
     assert reply["token_ids"] == plain["token_ids"]
     counts = reply["metrics"]["speculative_decoding"]
     assert counts["method"] == reply["plan"]["spec"] == "eagle3" and counts["num_spec_tokens"] == 4
@@ -200,7 +200,7 @@ def test_drafters_that_do_not_fit_are_refused(spd_run, pair, tmp_path: Path) -> 
     ):
         drafts = () if head is None else ("--draft-model", head)
         assert_refused(
-            spd_run("generate", "-m", target, "--spec", spec, *drafts, "--raw", "Hi"),
+            spd_run("generate", "-m", target, "--spec", spec, drafts, "--raw", "Hi"),
             code,
             expected,
         )

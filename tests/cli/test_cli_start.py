@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ STARTS = [
 
 
 def loaded_after(
-    *argv: str, run: str = "from spd.__main__ import main\nmain()", **environment: str
+    argv: Sequence[str] = (), run: str = "from spd.__main__ import main\nmain()", **environment: str
 ) -> Any:
     """Run `spd ARGV` in a new process; return its output and the modules it has imported."""
     report_modules = (
@@ -81,7 +82,7 @@ def test_a_start_loads_none_of_these_modules(argv, environment, expected, never,
     environment = {
         name: value.replace("CACHE", str(tmp_path)) for name, value in environment.items()
     }
-    out, modules = loaded_after(*argv.split(), **environment)
+    out, modules = loaded_after(argv.split(), **environment)
     assert (
         out == expected if expected.endswith("\n") else expected in out
     ) and not modules & never, out
@@ -149,7 +150,7 @@ def test_help_shows_this_editions_commands_panels_and_examples(spd_run) -> None:
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    ran = spd_run(*([name] if name else []), "--help")
+    ran = spd_run([name] if name else [], "--help")
     text, _, examples = ran.text.partition("Examples:")
     assert ran.code == 0 and examples and max(map(len, text.splitlines())) <= columns
     assert columns != 100 or len(ran.text.splitlines()) <= 70

@@ -93,7 +93,7 @@ def test_facts_in_a_pipe_are_broken_between_fields_at_100_columns(spd_run, folde
 def test_a_streamed_reply_is_left_to_the_terminal_and_its_figures_are_not(model: Path) -> None:
     argv = ["generate", "-m", model, "--stats", "Hi"]
     status, text = run_on_terminal(
-        *argv, columns=40, code=make_program(f"pieces={PIECES!r}"), NO_COLOR="1"
+        argv, columns=40, code=make_program(f"pieces={PIECES!r}"), NO_COLOR="1"
     )
     reply, *figures = plain_text(text).rstrip("\n").split("\n")
     assert (status, reply) == (0, "".join(PIECES))
@@ -219,7 +219,7 @@ def test_a_signal_while_decoding_keeps_the_text_and_ends_by_the_signal(
     ],
 )
 def test_a_signal_ends_a_run_that_hangs(hang_at, argv, broken, out, expected, model) -> None:
-    process = start(slow_program(model, *argv, hang_at=hang_at, extra_setup=broken))
+    process = start(slow_program(model, argv, hang_at=hang_at, extra_setup=broken))
     expect_stderr_line(process, "loading\n" if hang_at == "load" else "hanging\n")
     process.send_signal(signal.SIGINT)
     code, printed, err = finish(process)
@@ -326,7 +326,7 @@ def test_a_signal_ends_a_chat_over_lines(model: Path) -> None:
 def test_closed_and_full_streams_end_with_their_status(
     argv, redirect, code, expected, model, tmp_path
 ) -> None:
-    done = run_redirected(slow_program(model, *argv, pieces=2, pause=0), redirect, tmp_path)
+    done = run_redirected(slow_program(model, argv, pieces=2, pause=0), redirect, tmp_path)
     assert done[0] == code, done
     assert expected in done[2] and "Traceback" not in done[2] and "Exception ignored" not in done[2]
 

@@ -99,7 +99,7 @@ def test_a_terminal_gets_thinking_dimmed(model: Path) -> None:
         (["--think", "hide"], "Yes\n"),
         (["-o", out], thought),
     ):
-        status, text = run_on_terminal("generate", "-m", model, "Hi", *argv, code=THINKING)
+        status, text = run_on_terminal("generate", "-m", model, "Hi", argv, code=THINKING)
         assert (status, text.rpartition("\r")[2]) == (0, expected)
     assert out.read_text() == "Yes\n"
 
@@ -224,12 +224,12 @@ def test_think_sets_the_template_variable_and_the_budget(
     set_template(model, "{{ enable_thinking }} " + (OPENED if inside else TEMPLATE))
     script.pieces = ["</think>"] * inside + ["Yes"]
     arguments = ("-m", model, "--think", think)
-    prompt = spd_run("generate", *arguments, "--dry-run", "Hi").text
+    prompt = spd_run("generate", arguments, "--dry-run", "Hi").text
     assert prompt.startswith(
         "True" if thinking_enabled else "False" if thinking_enabled is False else "<"
     )
     for command in (["generate"], ["chat", "--no-save"]):
-        ran = spd_run(*command, *arguments, stdin=b"Hi" + b"\n" * len(command[1:]))
+        ran = spd_run(command, arguments, stdin=b"Hi" + b"\n" * len(command[1:]))
         assert (ran.code, ran.err) == (0, ""), ran
         budget = None if tokens is None else ThinkingBudget(tokens, 260, 259, inside)
         assert script.request.thinking == budget
@@ -280,18 +280,18 @@ def test_budget_and_schema_give_the_same_text_with_drafts(spd_run: Callable, thi
     The same with drafts, as object and as line.
     """
     argv = [*BASE, "-m", thinker, "-n", 60, "--think", 4, "--schema", SCHEMA]
-    ran = spd_run(*argv, "--json", "--spec", "off", "Hi")
+    ran = spd_run(argv, "--json", "--spec", "off", "Hi")
     reply = ran.json
     assert ran.code == 0 and json.loads(reply["text"])["a"] in (1, 22)
     assert reply["reasoning"] and len(reply["token_ids"]) > 5 and reply["token_ids"][4] == 319
     details = {"reasoning_tokens": 5}  # four, and the one that ends them
     assert reply["usage"]["completion_tokens_details"] == details
-    assert spd_run(*argv, "--spec", "ngram", "Hi").text == reply["text"] + "\n"
+    assert spd_run(argv, "--spec", "ngram", "Hi").text == reply["text"] + "\n"
     for drafts in (1, 5, 16):
-        again = spd_run(*argv, "--json", "--spec", "ngram", "--draft-max", drafts, "Hi").json
+        again = spd_run(argv, "--json", "--spec", "ngram", "--draft-max", drafts, "Hi").json
         assert again["token_ids"] == reply["token_ids"]
         assert again["usage"]["completion_tokens_details"] == details
-    line = json.loads(spd_run(*argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
+    line = json.loads(spd_run(argv, "--jsonl", stdin=b'{"prompt": "Hi"}\n').text)
     for name in ("text", "reasoning", "finish_reason", "token_ids"):
         assert line[name] == reply[name]
 
@@ -326,10 +326,10 @@ def test_budget_and_schema_give_the_same_text_with_drafts(spd_run: Callable, thi
 def test_what_ended_early_says_so(code, argv, expected, spd_run, thinker) -> None:
     """A text that breaks its grammar has an exit code of its own, with --json too."""
     command = [*BASE, "-m", thinker, "--think", 0, "--spec", "off", *argv, "Hi"]
-    ran = spd_run(*command, "--json")
+    ran = spd_run(command, "--json")
     assert ran.code == code and expected in ran.err and bool(ran.err) == bool(expected), ran
     assert ran.json["finish_reason"] == ("stop" if "--stop" in argv else "length")
-    plain = spd_run(*command)
+    plain = spd_run(command)
     assert (plain.code, plain.err) == (ran.code, ran.err)
     assert plain.text.removesuffix("\n") == ran.json["text"]
 
@@ -339,7 +339,7 @@ def test_a_line_that_ended_early_is_an_error(spd_run, thinker) -> None:
     shapes = {"schema": json.loads(SCHEMA)}, {"regex": "[a-z]{60}"}, {"regex": "[a-z]+"}
     lines = [json.dumps({"prompt": "Hi", "params": {"max_tokens": 6, **reply}}) for reply in shapes]
     argv = [*BASE, "-m", thinker, "--think", 0, "--spec", "off", "--jsonl"]
-    ran = spd_run(*argv, stdin="\n".join(lines).encode())
+    ran = spd_run(argv, stdin="\n".join(lines).encode())
     replies = [json.loads(line) for line in ran.out.splitlines()]
     assert [fault for reply in replies for fault in faults(reply, "generate.line")] == []
     assert ran.code == 7 and "2 of 3 lines failed" in ran.err
@@ -360,5 +360,5 @@ def test_the_reply_follows_what_was_asked_for(spd_run, tiny, tmp_path) -> None:
         (["--schema", schema], r'\s*\{\s*"a"\s*:\s*(1|22)\s*\}\s*'),
         *((["--grammar", grammar], "on|off") for grammar in (lark, '?start: "on" | "off"')),
     ):
-        reply = spd_run(*BASE[:-1], "-n", 60, "-m", tiny("qwen3", layers=1), "Hi", *flags)
+        reply = spd_run(BASE[:-1], "-n", 60, "-m", tiny("qwen3", layers=1), "Hi", flags)
         assert reply.code == 0 and re.fullmatch(pattern, reply.text.removesuffix("\n")), reply

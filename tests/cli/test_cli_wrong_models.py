@@ -116,7 +116,7 @@ def test_a_wrong_model_is_named_with_a_fix(
     name_or_path, code, expected, fix, accepted_by, wrong_models, spd_run
 ) -> None:
     for name in COMMANDS.keys() - set(accepted_by.split()):
-        ran = spd_run(*COMMANDS[name].replace("?", name_or_path).split(), stdin=b"Hi\n")
+        ran = spd_run(COMMANDS[name].replace("?", name_or_path).split(), stdin=b"Hi\n")
         message, _, fixes = ran.err.partition("\n  fix: ")
         assert ran.code == code and message.startswith("error: ") and expected in message, (
             name,
@@ -231,7 +231,7 @@ def first_line(ran: Any) -> str:
 def test_a_wrong_key_is_named(changed, expected, tmp_path, spd_run) -> None:
     folder = write(tmp_path, DENSE, **changed)
     for argv in (("generate", "-m", folder, *IDS), ("inspect", folder)):
-        line = first_line(spd_run(*argv))
+        line = first_line(spd_run(argv))
         assert f"{tmp_path / 'config.json'}: " in line and expected.replace("'", "") in line, line
 
 
@@ -239,7 +239,7 @@ def test_a_wrong_key_is_named(changed, expected, tmp_path, spd_run) -> None:
 def test_a_wrong_tensor_is_named(row, change, expected, tmp_path, spd_run) -> None:
     """A tensor of the MTP layer is named with --spec mtp, and by `inspect`."""
     folder = write(tmp_path, row, change)
-    line = first_line(spd_run("generate", "-m", folder, "--spec", "mtp", *IDS))
+    line = first_line(spd_run("generate", "-m", folder, "--spec", "mtp", IDS))
     assert str(folder) in line and expected in line, line
     report = spd_run("inspect", folder)
     assert report.code == (0 if expected.startswith("mtp.") else 4), report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ def write_file(path: Path, content: bytes = b"GGUF") -> Path:
     return path
 
 
-def write_snapshot(root: Path, name: str, *files: str) -> Path:
+def write_snapshot(root: Path, name: str, files: Sequence[str]) -> Path:
     """Write files into a cache in the layout of huggingface_hub: links to blobs."""
     folder = root / f"models--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / COMMIT
@@ -49,7 +49,7 @@ def write_snapshot(root: Path, name: str, *files: str) -> Path:
     return snapshot
 
 
-def write_manifest(root: Path, name: str, *layers: tuple[str, str]) -> Path:
+def write_manifest(root: Path, name: str, layers: Sequence[tuple[str, str]]) -> Path:
     """Write a manifest of Ollama's with a kind and a digest for each layer."""
     layer_fields = [
         {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": digest, "size": 4}
@@ -147,7 +147,7 @@ def test_without_a_choice_all_are_listed_with_what_fits() -> None:
 def test_the_hubs_cache_holds_gguf_files_by_tag(home: Path) -> None:
     cache = home / ".cache/huggingface/hub"
     snapshot = write_snapshot(
-        cache, "org/M-GGUF", "M-Q4_K_M.gguf", "M-Q8_0.gguf", "mmproj-F16.gguf"
+        cache, "org/M-GGUF", ["M-Q4_K_M.gguf", "M-Q8_0.gguf", "mmproj-F16.gguf"]
     )
     assert stored_names(HUB) == ["org/M-GGUF:Q4_K_M", "org/M-GGUF:Q8_0"]
     assert resolve_model("org/M-GGUF:q8_0") == snapshot / "M-Q8_0.gguf"
@@ -160,7 +160,7 @@ def test_the_hubs_cache_holds_gguf_files_by_tag(home: Path) -> None:
 
 
 def test_safetensors_win_over_gguf_files_beside_them(home: Path) -> None:
-    snapshot = write_snapshot(home / ".cache/huggingface/hub", "org/M", "M-Q4_K_M.gguf")
+    snapshot = write_snapshot(home / ".cache/huggingface/hub", "org/M", ["M-Q4_K_M.gguf"])
     write_file(snapshot / "config.json", b"{}")
     write_file(snapshot / "model.safetensors")
     assert stored_names(HUB) == ["org/M", "org/M:Q4_K_M"]
@@ -170,7 +170,7 @@ def test_safetensors_win_over_gguf_files_beside_them(home: Path) -> None:
 
 def test_split_files_are_one_model_and_must_be_complete(home: Path) -> None:
     files = [f"Q8_0/M-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
-    snapshot = write_snapshot(home / ".cache/huggingface/hub", "org/M", *files)
+    snapshot = write_snapshot(home / ".cache/huggingface/hub", "org/M", files)
     assert resolve_model("org/M:Q8_0") == snapshot / files[0]
     (snapshot / files[1]).unlink()
     with pytest.raises(CheckpointError, match=r"org/M:Q8_0: .* 1 of 2 files are there"):
@@ -190,7 +190,7 @@ def test_llama_cpp_has_files_in_one_folder_or_as_the_hub(
     assert resolve_model("org/M-GGUF") == resolve_model("org/M-GGUF:Q4_K_M") == stored
     assert resolve_model("ai_smollm2_latest") == other
     monkeypatch.setenv("LLAMA_CACHE", str(home / "own"))
-    snapshot = write_snapshot(home / "own", "org/N", "N-Q8_0.gguf")
+    snapshot = write_snapshot(home / "own", "org/N", ["N-Q8_0.gguf"])
     assert stored_names(LLAMA_CPP) == ["org/N:Q8_0"]
     assert resolve_model("org/N") == snapshot / "N-Q8_0.gguf"
 
@@ -216,10 +216,10 @@ def test_ollamas_tags_name_blobs(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     root = home / ".ollama/models"
     blob = write_file(root / "blobs" / f"sha256-{DIGEST}")
     layers = (("model", f"sha256:{DIGEST}"), ("template", "x"), ("params", "y"))
-    write_manifest(root, "registry.ollama.ai/library/qwen3/8b", *layers)
-    write_manifest(root, "registry.ollama.ai/library/qwen3/latest", *layers)
-    write_manifest(root, "registry.ollama.ai/me/mine/v1", *layers)
-    write_manifest(root, "hf.co/org/M-GGUF/Q4_K_M", *layers)
+    write_manifest(root, "registry.ollama.ai/library/qwen3/8b", layers)
+    write_manifest(root, "registry.ollama.ai/library/qwen3/latest", layers)
+    write_manifest(root, "registry.ollama.ai/me/mine/v1", layers)
+    write_manifest(root, "hf.co/org/M-GGUF/Q4_K_M", layers)
     assert stored_names(OLLAMA) == [
         "hf.co/org/M-GGUF:Q4_K_M",
         "me/mine:v1",
@@ -232,7 +232,7 @@ def test_ollamas_tags_name_blobs(home: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OLLAMA_MODELS", str(home / "elsewhere"))
     assert stored_names(OLLAMA) == []
     old = write_file(home / "elsewhere/blobs" / f"sha256:{DIGEST}")
-    write_manifest(home / "elsewhere", "registry.ollama.ai/library/tiny/latest", *layers)
+    write_manifest(home / "elsewhere", "registry.ollama.ai/library/tiny/latest", layers)
     assert resolve_model("tiny") == old
 
 
@@ -250,8 +250,8 @@ def test_a_faulty_manifest_has_a_reason_and_hides_no_other(home: Path, name: str
     root = home / ".ollama/models"
     write_file(root / "blobs" / f"sha256-{DIGEST}")
     layers, words = FAULTS[name]
-    write_manifest(root, "registry.ollama.ai/library/bad/1", *layers)
-    write_manifest(root, "registry.ollama.ai/library/good/1", ("model", f"sha256:{DIGEST}"))
+    write_manifest(root, "registry.ollama.ai/library/bad/1", layers)
+    write_manifest(root, "registry.ollama.ai/library/good/1", [("model", f"sha256:{DIGEST}")])
     assert stored_names(OLLAMA) == ["bad:1", "good:1"]
     with pytest.raises(CheckpointError, match=words):
         resolve_model("bad:1")
@@ -266,7 +266,7 @@ def test_invalid_manifests_are_refused(home: Path, content: bytes) -> None:
 
 def test_a_model_in_two_stores_is_read_from_the_first(home: Path) -> None:
     write_file(home / ".lmstudio/models/org/M/M-Q4_K_M.gguf")
-    snapshot = write_snapshot(home / ".cache/huggingface/hub", "org/M", "M-Q4_K_M.gguf")
+    snapshot = write_snapshot(home / ".cache/huggingface/hub", "org/M", ["M-Q4_K_M.gguf"])
     assert resolve_model("org/M:Q4_K_M") == snapshot / "M-Q4_K_M.gguf"
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_llm_is_served(served: Served, tmp_path: Path) -> None:
     lines = blocks("yaml")[0].replace("7373", str(served.port))
     (tmp_path / "extra-openai-models.yaml").write_text(lines, encoding="utf-8")
 
-    def ask(*options: str) -> str:
+    def ask(options: Sequence[str]) -> str:
         ran = subprocess.run(
             [*command, *options],
             capture_output=True,
@@ -185,13 +186,12 @@ def test_llm_is_served(served: Served, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
-    short = "-o", "max_tokens", "24"
-    streamed = ask(*short)
-    assert streamed.startswith("Join two or more") and ask(*short, "--no-stream") == streamed
+    short = ["-o", "max_tokens", "24"]
+    streamed = ask(short)
+    assert streamed.startswith("Join two or more") and ask([*short, "--no-stream"]) == streamed
     yes_or_no = '{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]'
-    constrained = ask(
-        "-o", "max_tokens", "80", "--schema", yes_or_no + ', "additionalProperties": false}'
-    )
+    schema = yes_or_no + ', "additionalProperties": false}'
+    constrained = ask(["-o", "max_tokens", "80", "--schema", schema])
     assert list(json.loads(constrained)) == ["ok"]
 
 

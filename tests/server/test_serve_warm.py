@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.server.run import listen
-from tests.cli.conftest import wait_until
+from tests.cli.conftest import command_words, wait_until
 from tests.server.conftest import MESSAGES, QUESTION, TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("keep_threads")
@@ -36,12 +36,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runtime")
 
 
-def begin(home: Path, *words: str, code: str = "") -> subprocess.Popen[str]:
+def begin(home: Path, *words: str | Sequence[str], code: str = "") -> subprocess.Popen[str]:
     """Begin spd, or code around it, whose server or client has its sockets there."""
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(home), "SPD_CONFIG": os.devnull}
-    command = [sys.executable, *(("-c", code) if code else ("-m", "spd")), *words]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "spd"))]
     return subprocess.Popen(
-        command,
+        [*command, *map(str, command_words(words))],
         env=environment,
         text=True,
         stdin=subprocess.PIPE,
@@ -51,17 +51,18 @@ def begin(home: Path, *words: str, code: str = "") -> subprocess.Popen[str]:
 
 
 def spd(
-    home: Path, *words: str, stdin: str = "", code: str = ""
+    home: Path, *words: str | Sequence[str], stdin: str = "", code: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run spd on some input to its end."""
-    process = begin(home, *words, code=code)
+    arguments = [str(word) for word in command_words(words)]
+    process = begin(home, arguments, code=code)
     out, err = process.communicate(stdin, timeout=120)
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
     """Return a server that is ready, and its port."""
-    process = begin(home, "serve", "--port", "0", "--threads", "1", *words)
+    process = begin(home, "serve", "--port", "0", "--threads", "1", words)
     match = re.search(r":(\d+)/v1", process.stderr.readline())
     assert match
     wait_until((home / "spd" / f"{process.pid}.sock").exists)
@@ -115,8 +116,8 @@ def test_a_server_gives_the_same_bytes_and_status(
     home: Path, server: int, number: int, spd_run: Any
 ) -> None:
     words = ["generate", "--threads", "1", *COMMANDS[number]]
-    warm = spd(home, *words)
-    alone = spd_run(*words, "--no-server", stdin=b"")
+    warm = spd(home, words)
+    alone = spd_run(words, "--no-server", stdin=b"")
     assert (warm.returncode, warm.stderr) == (alone.code, alone.err)
     if "--json" in words and not alone.code:
         assert timeless(json.loads(warm.stdout)) == timeless(alone.json)
@@ -150,8 +151,8 @@ def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None
     """Lines that are refused get the same error, too."""
     lines = "".join(json.dumps(line) + "\n" for line in LINES)
     words = ["generate", "--jsonl", "--threads", "1", "-n", "24", "--seed", "4", "-v"]
-    warm = spd(home, *words, stdin=lines)
-    alone = spd_run(*words, "--no-server", stdin=lines.encode())
+    warm = spd(home, words, stdin=lines)
+    alone = spd_run(words, "--no-server", stdin=lines.encode())
     assert f"server  http://127.0.0.1:{server}/v1" in warm.stderr and "server" not in alone.err
     assert warm.returncode == alone.code == 7
     warm_lines, alone_lines = (
@@ -164,8 +165,8 @@ def test_lines_are_answered_alike(home: Path, server: int, spd_run: Any) -> None
 def test_a_chat_goes_on_alike(home: Path, server: int, spd_run: Any) -> None:
     """Turns are taken back and asked again; another engine is loaded here."""
     words = ["chat", "--no-save", "--threads", "1", "-n", "16", "--seed", "4", "-v"]
-    warm = spd(home, *words, stdin=SAID)
-    alone = spd_run(*words, "--no-server", stdin=SAID.encode())
+    warm = spd(home, words, stdin=SAID)
+    alone = spd_run(words, "--no-server", stdin=SAID.encode())
     assert (warm.returncode, warm.stdout) == (alone.code, alone.text) and warm.stdout.count(
         "\n"
     ) >= 5
@@ -192,7 +193,7 @@ def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[st
 def test_ctrl_c_ends_the_request_and_keeps_what_came(
     home: Path, server: int, words: list[str]
 ) -> None:
-    process = begin(home, "generate", "--threads", "1", "--ignore-eos", "-n", "4000", *words)
+    process = begin(home, "generate", "--threads", "1", "--ignore-eos", "-n", "4000", words)
     process.stdin.write('{"prompt": "a"}')
     process.stdin.close()
     process.stdin = None
@@ -225,7 +226,7 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
     ran = spd(home, "serve", "--json")
     assert ran.returncode == 2 and "--json is for --status" in ran.stdout
     words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
-    ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", *words, QUESTION)
+    ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", words, QUESTION)
     assert ran.returncode == 0 and "not used: another dtype, spec, ctx" in ran.stderr
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
@@ -242,8 +243,7 @@ def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spd").mkdir(mode=0o755)
     (tmp_path / "spd" / "x.sock").touch()
     ran = [
-        spd(tmp_path, *words)
-        for words in (["generate", QUESTION], ["serve"], ["serve", "--status"])
+        spd(tmp_path, words) for words in (["generate", QUESTION], ["serve"], ["serve", "--status"])
     ]
     if os.geteuid() == 0:  # only root can give a folder away
         (tmp_path / "spd").chmod(0o700)
@@ -310,7 +310,7 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     )
     wait_until(lambda: not list((tmp_path / "spd").iterdir()))  # neither socket nor log stays
     assert spd(tmp_path, "serve", "--stop").returncode == 3
-    refused, detached = (spd(tmp_path, "serve", "./none", *words) for words in ([], ["--detach"]))
+    refused, detached = (spd(tmp_path, "serve", "./none", words) for words in ([], ["--detach"]))
     assert refused.returncode == 3 and (detached.returncode, detached.stderr) == (3, refused.stderr)
     assert not list((tmp_path / "spd").iterdir())
 

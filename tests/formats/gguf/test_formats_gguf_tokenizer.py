@@ -6,7 +6,7 @@ import json
 import os
 import random
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,10 @@ needs_published = pytest.mark.skipif(
 
 
 def byte_level(
-    *added: tuple[str, int], merges: tuple[str, ...] = (), pre: str = "gpt-2", **keys: GgufValue
+    added: Iterable[tuple[str, int]] = (),
+    merges: tuple[str, ...] = (),
+    pre: str = "gpt-2",
+    **keys: GgufValue,
 ) -> dict[str, GgufValue]:
     """Return metadata of a byte-level vocabulary: bytes, merged tokens, added ones of any type."""
     merged = [(merge.replace(" ", ""), NORMAL) for merge in merges]
@@ -59,7 +62,9 @@ def byte_level(
     }
 
 
-def sentence_piece(*pieces: tuple[str, float, int], **keys: GgufValue) -> dict[str, GgufValue]:
+def sentence_piece(
+    pieces: Iterable[tuple[str, float, int]], **keys: GgufValue
+) -> dict[str, GgufValue]:
     """Return metadata of a SentencePiece vocabulary: unknown, begin, end, bytes, pieces."""
     tokens = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
     tokens += [(f"<0x{byte:02X}>", 0.0, BYTE) for byte in range(256)]
@@ -150,7 +155,7 @@ def test_a_file_without_a_rule_has_its_architectures_or_is_refused() -> None:
 
 def test_a_word_that_is_a_token_is_taken_whole_where_merges_do_not_count() -> None:
     for pre, expected in (("llama-bpe", ["abc"]), ("dbrx", ["a", "b", "c"])):
-        assert texts_of(byte_level(("abc", NORMAL), pre=pre), "abc") == expected
+        assert texts_of(byte_level([("abc", NORMAL)], pre=pre), "abc") == expected
 
 
 def test_text_is_composed_where_the_model_does_so() -> None:
@@ -172,25 +177,25 @@ PIECES = [(letter, -100.0, NORMAL) for letter in "\u2581abcd-"]
 
 def test_the_highest_score_merges_first() -> None:
     pieces = [*PIECES, ("ab", -2.0, NORMAL), ("bc", -1.0, NORMAL), ("abc", -9.0, NORMAL)]
-    assert texts_of(sentence_piece(*pieces), "abc") == ["\u2581", "abc"]
-    assert texts_of(sentence_piece(*pieces[:-1]), "abc") == ["\u2581", "a", "bc"]
+    assert texts_of(sentence_piece(pieces), "abc") == ["\u2581", "abc"]
+    assert texts_of(sentence_piece(pieces[:-1]), "abc") == ["\u2581", "a", "bc"]
     pieces[-3] = ("ab", -0.5, NORMAL)
-    assert texts_of(sentence_piece(*pieces[:-1]), "abc") == ["\u2581", "ab", "c"]
+    assert texts_of(sentence_piece(pieces[:-1]), "abc") == ["\u2581", "ab", "c"]
 
 
 def test_what_no_token_spells_becomes_bytes() -> None:
-    metadata = sentence_piece(*PIECES, add_space_prefix=False)
+    metadata = sentence_piece(PIECES, add_space_prefix=False)
     assert texts_of(metadata, "a\u00e9\n") == ["a", "<0xC3>", "<0xA9>", "<0x0A>"]
     tokenizer = tokenizer_of(metadata)
     assert tokenizer.decode_bytes(tokenizer.encode("a\u00e9 \n")) == "a\u00e9 \n".encode()
 
 
 def test_a_text_begins_with_a_blank_unless_the_file_says_otherwise() -> None:
-    first = sentence_piece(*PIECES)
+    first = sentence_piece(PIECES)
     assert texts_of(first, "a b") == ["\u2581", "a", "\u2581", "b"]
     assert texts_of(first, "a</s>b", special=True) == ["\u2581", "a", "</s>", "\u2581", "b"]
     assert tokenizer_of(first).decode(tokenizer_of(first).encode("a b")) == "a b"
-    plain = sentence_piece(*PIECES, add_space_prefix=False)
+    plain = sentence_piece(PIECES, add_space_prefix=False)
     assert texts_of(plain, "a b") == ["a", "\u2581", "b"]
     assert tokenizer_of(plain).decode(tokenizer_of(plain).encode(" a b")) == " a b"
 
@@ -201,11 +206,11 @@ BLANK_RUNS = {length: ("\u2581" * length, -1e9, NORMAL) for length in (2, 3, 4)}
 def test_merges_of_one_score_are_ordered_as_the_models_converter_did() -> None:
     """By ids, five blanks become four and one; runs that are added tokens grow from the left."""
     by_ids = sentence_piece(
-        *PIECES, BLANK_RUNS[2], BLANK_RUNS[4], BLANK_RUNS[3], add_space_prefix=False
+        [*PIECES, BLANK_RUNS[2], BLANK_RUNS[4], BLANK_RUNS[3]], add_space_prefix=False
     )
     assert texts_of(by_ids, 5 * " ") == [4 * "\u2581", "\u2581"]
     added = [(length * " ", -1000.0, USER_DEFINED) for length in (2, 3)]
-    from_left = sentence_piece(*PIECES, *added, add_space_prefix=False)
+    from_left = sentence_piece([*PIECES, *added], add_space_prefix=False)
     assert texts_of(from_left, 5 * " ") == [3 * " ", 2 * " "]
     assert texts_of(from_left, 4 * " ") == [3 * " ", "\u2581"]
 
@@ -213,7 +218,7 @@ def test_merges_of_one_score_are_ordered_as_the_models_converter_did() -> None:
 def test_runs_that_are_added_tokens_merge_before_all_others() -> None:
     """Their score, the highest, is not in the file."""
     pieces = [*PIECES, ("\u2581a", -5.0, NORMAL), ("  ", -1000.0, USER_DEFINED)]
-    assert texts_of(sentence_piece(*pieces, add_space_prefix=False), "  a") == ["  ", "a"]
+    assert texts_of(sentence_piece(pieces, add_space_prefix=False), "  a") == ["  ", "a"]
 
 
 NO_LIMIT = 10**9
@@ -237,7 +242,7 @@ def test_few_texts_are_merged_as_the_library_merges_all() -> None:
     """The library's list takes long to build; before, neighbours are merged in the same order."""
     draw = random.Random(3)
     for _ in range(60):
-        file = file_of(sentence_piece(*random_pieces(draw), add_space_prefix=draw.random() < 0.5))
+        file = file_of(sentence_piece(random_pieces(draw), add_space_prefix=draw.random() < 0.5))
         quick, full = (
             open_tokenizer(file, max_merged_characters=limit) for limit in (NO_LIMIT, -1)
         )
@@ -260,7 +265,7 @@ def test_after_some_text_the_library_has_all_merges(monkeypatch: pytest.MonkeyPa
         return merges_of_scores(vocab, texts, ids)
 
     monkeypatch.setattr(module, "_merges_of_scores", counted)
-    file = file_of(sentence_piece(*PIECES, ("ab", -1.0, NORMAL), add_space_prefix=False))
+    file = file_of(sentence_piece([*PIECES, ("ab", -1.0, NORMAL)], add_space_prefix=False))
     tokenizer = open_tokenizer(file, max_merged_characters=4)
     for expected_calls in (0, 0, 1, 1):
         assert tokenizer.encode("ab") == [tokenizer.token_to_id("ab")]
@@ -268,7 +273,7 @@ def test_after_some_text_the_library_has_all_merges(monkeypatch: pytest.MonkeyPa
 
 
 def test_phi3_takes_blanks_behind_added_tokens() -> None:
-    metadata = sentence_piece(*PIECES, ("<|end|>", -1000.0, CONTROL))
+    metadata = sentence_piece([*PIECES, ("<|end|>", -1000.0, CONTROL)])
     assert "\u2581" in texts_of(metadata, "<|end|> ", special=True)
     metadata["general.architecture"] = "phi3"
     assert texts_of(metadata, "<|end|> \n", special=True) == ["<|end|>"]
@@ -278,14 +283,14 @@ def test_phi3_takes_blanks_behind_added_tokens() -> None:
 
 
 def test_plain_text_spells_added_words_and_no_control_token() -> None:
-    metadata = byte_level(("<|im_end|>", CONTROL), ("<tool>", USER_DEFINED))
+    metadata = byte_level([("<|im_end|>", CONTROL), ("<tool>", USER_DEFINED)])
     assert texts_of(metadata, "<tool>") == ["<tool>"]
     assert texts_of(metadata, "<|im_end|>") == list("<|im_end|>")
     assert texts_of(metadata, "<|im_end|>", special=True) == ["<|im_end|>"]
 
 
 def test_places_without_a_token_are_no_tokens() -> None:
-    metadata = byte_level(("[PAD256]", UNUSED), ("x", CONTROL), ("[PAD258]", UNUSED))
+    metadata = byte_level([("[PAD256]", UNUSED), ("x", CONTROL), ("[PAD258]", UNUSED)])
     metadata["tokenizer.ggml.tokens"] = (*ALPHABET, "[PAD256]", "<|x|>", "[PAD258]")
     tokenizer = tokenizer_of(metadata)
     assert tokenizer.vocab_size == 258 and tokenizer.token_to_id("[PAD256]") is None
@@ -294,7 +299,7 @@ def test_places_without_a_token_are_no_tokens() -> None:
 
 def test_an_ordinary_word_is_no_padding_token() -> None:
     """Converters write the id 0 where a model has none."""
-    metadata = byte_level(("<s>", CONTROL), padding_token_id=0, bos_token_id=256)
+    metadata = byte_level([("<s>", CONTROL)], padding_token_id=0, bos_token_id=256)
     tokenizer = tokenizer_of(metadata)
     assert tokenizer.encode(ALPHABET[0]) == [0] and tokenizer.bos_id == 256
 
@@ -311,14 +316,14 @@ def test_an_ordinary_word_is_no_padding_token() -> None:
 def test_bos_stands_before_a_text_where_file_or_rule_say_so(
     pre: str, keys: Mapping[str, bool], begins: bool
 ) -> None:
-    metadata = byte_level(("<s>", CONTROL), pre=pre, bos_token_id=256)
+    metadata = byte_level([("<s>", CONTROL)], pre=pre, bos_token_id=256)
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     ids = tokenizer_of(metadata).encode("a", add_special=True)
     assert ids == [256] * begins + [ALPHABET.index("a")]
 
 
 def test_sentence_piece_files_need_no_ids_of_roles() -> None:
-    tokenizer = tokenizer_of(sentence_piece(*PIECES))
+    tokenizer = tokenizer_of(sentence_piece(PIECES))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.encode("a", add_special=True)[0] == 1
 
@@ -344,7 +349,7 @@ def test_sentence_piece_files_need_no_ids_of_roles() -> None:
 def test_turns_end_at_the_tokens_that_llama_cpp_picks(
     tokens: dict[str, int], keys: dict[str, GgufValue], ends: list[int]
 ) -> None:
-    metadata = byte_level(*tokens.items())
+    metadata = byte_level(tokens.items())
     metadata |= {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     end_ids = Vocabulary.of(file_of(metadata)).end_ids
     assert sorted(end_ids) == [256 + number for number in ends]
@@ -353,12 +358,12 @@ def test_turns_end_at_the_tokens_that_llama_cpp_picks(
 def test_the_ends_that_a_file_names_come_first() -> None:
     """As many as a request can have may end a text, and further ones are dropped."""
     tokens = [("<|im_end|>", CONTROL), ("<|eot_id|>", CONTROL), ("<x>", CONTROL), ("<y>", CONTROL)]
-    metadata = byte_level(*tokens, eos_token_id=259, eot_token_id=258)
+    metadata = byte_level(tokens, eos_token_id=259, eot_token_id=258)
     assert Vocabulary.of(file_of(metadata)).end_ids == (259, 258, 256, 257)
 
 
 def test_an_end_of_a_turn_is_not_spelled_by_plain_text_whatever_its_kind() -> None:
-    metadata = byte_level(("<|im_end|>", NORMAL))
+    metadata = byte_level([("<|im_end|>", NORMAL)])
     assert texts_of(metadata, "<|im_end|>") == list("<|im_end|>")
     assert texts_of(metadata, "<|im_end|>", special=True) == ["<|im_end|>"]
 
@@ -374,7 +379,7 @@ def template_of(metadata: dict[str, GgufValue]) -> ChatTemplate:
 
 
 def test_templates_and_special_words_are_the_files() -> None:
-    metadata = byte_level(("<s>", CONTROL), bos_token_id=256)
+    metadata = byte_level([("<s>", CONTROL)], bos_token_id=256)
     assert read_template(file_of(metadata), TokenizerConfig({}, (), None, None, None)) is None
     metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
     metadata["tokenizer.chat_template.tool_use"] = "tools: {{ tools | length }}"
@@ -413,7 +418,7 @@ def test_sampling_is_as_the_file_says() -> None:
 
 
 def test_a_model_opened_from_a_file_has_its_tokenizer_template_and_sampling(tmp_path: Path) -> None:
-    metadata = byte_level(("<|im_end|>", CONTROL), eos_token_id=256)
+    metadata = byte_level([("<|im_end|>", CONTROL)], eos_token_id=256)
     metadata["tokenizer.chat_template"] = "{{ messages[0].content }}{{ eos_token }}"
     metadata["general.sampling.temp"] = 0.5
     model = ModelFolder(write_gguf(tmp_path / "model.gguf", metadata, {}))
@@ -452,7 +457,7 @@ HOSTILE: dict[str, tuple[dict[str, GgufValue], str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_wrong_values_are_refused_by_key(name: str) -> None:
     wrong_metadata, message = HOSTILE[name]
-    metadata = {**byte_level(("<s>", CONTROL), merges=("a b", "ab c")), **wrong_metadata}
+    metadata = {**byte_level([("<s>", CONTROL)], merges=("a b", "ab c")), **wrong_metadata}
     with pytest.raises(CheckpointError, match=message) as refusal:
         tokenizer_of(metadata)
     assert "\n" not in refusal.value.message and "tokenizer.ggml." in refusal.value.message
@@ -480,7 +485,7 @@ def test_vocabularies_as_bombs_are_refused(
     pieces: list[tuple[str, float, int]], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        tokenizer_of(sentence_piece(*pieces))
+        tokenizer_of(sentence_piece(pieces))
 
 
 # Published vocabularies
