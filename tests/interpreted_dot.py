@@ -32,7 +32,8 @@ def install() -> None:
 
     def create_dot(self: Any, a: Any, b: Any, *remaining: Any) -> Any:
         narrow = any(t.dtype.is_floating() and t.dtype.primitive_bitwidth == 8 for t in (a, b))
-        return original(self, a, b, *remaining) if narrow else dot(self, a, b, *remaining)
+        operation = original if narrow else dot
+        return operation(self, a, b, *remaining)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     _hurry(interpreter)

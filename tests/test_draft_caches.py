@@ -130,13 +130,14 @@ def engine_of(pair: Pair, lengths: Sequence[int], lag: int, **options: Any) -> E
 
 def requests(regex: str) -> list[Request]:
     params = [replace(greedy(70 + 10 * i), seed=i, temperature=0.5 * (i % 2)) for i in range(3)]
-    arguments = zip("012", random_prompts(3, 30, VOCAB, seed=8), params, strict=True)
+    prompts = random_prompts(3, 30, VOCAB, seed=8)
     grammars = {
         "0": GrammarSpec("regex", regex),
         "1": GrammarSpec("regex", regex),
     }  # and the third has none
     return [
-        replace(Request(*argument), grammar=grammars.get(argument[0])) for argument in arguments
+        Request(name, prompt, sampling, grammar=grammars.get(name))
+        for name, prompt, sampling in zip("012", prompts, params, strict=True)
     ]
 
 

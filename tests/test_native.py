@@ -123,14 +123,16 @@ def test_the_target_alone_decides(model: Tiny) -> None:
     """A draft model that C kernels cannot run is run by torch's, and the text stays."""
     target = model("tiny-qwen3")
     draft = model("tiny-qwen3", head_dim=640, heads=1, kv_heads=1)
-    work = random_prompts(2, 20, 250), [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
+    prompts = random_prompts(2, 20, 250)
+    params = [SamplingParams(max_tokens=8, ignore_eos=True)] * 2
     plain = make_engine(target, **BFLOAT16)
     speculated = make_engine(target, **BFLOAT16, spec="draft", draft_model=draft, draft_max=2)
     assert (speculated.plan.shape.kernels, speculated.plan.draft_kernels) == ("native", "torch")
     proposer = get_local_queue(speculated).proposer
     assert isinstance(proposer, DraftModelProposer)
     assert proposer.runners[0].kernels.name == "torch"
-    assert collect_outputs(run_all(speculated, *work)) == collect_outputs(run_all(plain, *work))
+    outputs = collect_outputs(run_all(speculated, prompts, params))
+    assert outputs == collect_outputs(run_all(plain, prompts, params))
 
 
 def test_the_reason_against_c_kernels_is_reported(model: Tiny, monkeypatch: Patch) -> None:

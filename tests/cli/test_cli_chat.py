@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,33 +99,69 @@ def test_a_message_that_was_never_answered_is_not_lost(talk, saved, script, monk
     assert [turn["user"] for turn in saved("gone")[1:]] == ["Hi"]
 
 
+@dataclass(frozen=True)
+class Transcript:
+    """Lines of a chat, the user messages that they save, and texts of standard error."""
+
+    lines: list[str]
+    argv: list[str]
+    messages: list[str]
+    """Empty: any."""
+    expected: str
+
+
 @pytest.mark.parametrize(
-    ("lines", "argv", "messages", "expected"),
+    "transcript",
     [
-        (["Hi", "/undo", "//slash", "/exit", "never said"], [], ["/slash"], "took back: Hi"),
-        (["Hi", "/edit", "Better"], [], ["Better"], ""),
-        (
-            ["/file 'a b.txt'", "What?", "Next"],
-            ["-f", "a b.txt"],
-            ["text\n\ntext\n\nWhat?", "Next"],
-            "",
+        Transcript(
+            ["Hi", "/undo", "//slash", "/exit", "never said"],
+            argv=[],
+            messages=["/slash"],
+            expected="took back: Hi",
         ),
-        (["/file a.txt", "/file none", "/file", "What?"], [], ["What?"], "no file goes with"),
-        (["/file a.txt", "/clear", "/file"], [], [], "no file goes with the next message"),
-        (["/file a.txt", "/file"], [], [], "goes with the next message: a.txt: 4 characters"),
-        (["Hi", "/clear", "Other", "/load t", "More", "/load"], [], ["Hi", "More"], "  t  Hi"),
-        (["/help"], [], [], "\n".join(Commands.names())),
+        Transcript(["Hi", "/edit", "Better"], argv=[], messages=["Better"], expected=""),
+        Transcript(
+            ["/file 'a b.txt'", "What?", "Next"],
+            argv=["-f", "a b.txt"],
+            messages=["text\n\ntext\n\nWhat?", "Next"],
+            expected="",
+        ),
+        Transcript(
+            ["/file a.txt", "/file none", "/file", "What?"],
+            argv=[],
+            messages=["What?"],
+            expected="no file goes with",
+        ),
+        Transcript(
+            ["/file a.txt", "/clear", "/file"],
+            argv=[],
+            messages=[],
+            expected="no file goes with the next message",
+        ),
+        Transcript(
+            ["/file a.txt", "/file"],
+            argv=[],
+            messages=[],
+            expected="goes with the next message: a.txt: 4 characters",
+        ),
+        Transcript(
+            ["Hi", "/clear", "Other", "/load t", "More", "/load"],
+            argv=[],
+            messages=["Hi", "More"],
+            expected="  t  Hi",
+        ),
+        Transcript(["/help"], argv=[], messages=[], expected="\n".join(Commands.names())),
     ],
 )
-def test_a_transcript_gives_these_messages(
-    lines, argv, messages, expected, talk, saved, tmp_path, monkeypatch
-) -> None:
+def test_a_transcript_gives_these_messages(transcript, talk, saved, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "a b.txt"):
         Path(name).write_text("text")
-    ran = talk(*lines, argv=argv)
-    assert ran.code == 0 and all(line in ran.err for line in expected.split("\n")), ran
-    assert not messages or [turn["user"] for turn in saved()[1:]] == messages
+    ran = talk(*transcript.lines, argv=transcript.argv)
+    assert ran.code == 0, ran
+    assert all(line in ran.err for line in transcript.expected.split("\n")), ran
+    sent_messages = [turn["user"] for turn in saved()[1:]] if transcript.messages else []
+    assert sent_messages == transcript.messages
 
 
 def test_regen_draws_with_another_seed_and_more_with_the_same(talk, saved, script) -> None:

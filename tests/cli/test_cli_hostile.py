@@ -176,14 +176,23 @@ def prepare(place: Path) -> None:
     (place / "loop" / "spd" / "config.toml").symlink_to(place / "loop" / "spd" / "config.toml")
 
 
+@dataclass(frozen=True)
+class ProcessResult:
+    """The exit status and the output of a process."""
+
+    status: int
+    out: bytes
+    err: bytes
+
+
 @pytest.fixture
-def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes]]:
+def run(model: Path, tmp_path: Path) -> Callable[[Case], ProcessResult]:
     """Return a function that runs a case over a fake engine; it returns exit status and output."""
     place = tmp_path / "place"
     place.mkdir()
     prepare(place)
 
-    def start(case: Case) -> tuple[int, bytes, bytes]:
+    def start(case: Case) -> ProcessResult:
         environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         environment |= {
             "TERM": "xterm",
@@ -215,13 +224,16 @@ def run(model: Path, tmp_path: Path) -> Callable[[Case], tuple[int, bytes, bytes
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"hangs: {case}") from None
-        return process.returncode, out, err
+        return ProcessResult(process.returncode, out, err)
 
     return start
 
 
-def assert_well_ended(case: Case, status: int, out: bytes, err: bytes) -> None:
+def assert_well_ended(case: Case, result: ProcessResult) -> None:
     """Assert a known exit status, no traceback, and an error message."""
+    status = result.status
+    out = result.out
+    err = result.err
     report = f"{case}\n{status}\n{out[-500:]!r}\n{err[-2000:]!r}"
     assert status in EXPECTED_STATUSES, report
     for forbidden in (b"Traceback", b"Exception ignored", b"Exception in", b"unexpected "):
@@ -235,7 +247,7 @@ def assert_well_ended(case: Case, status: int, out: bytes, err: bytes) -> None:
 @pytest.mark.parametrize("number", range(0, 300, 7))
 def test_a_run_ends_and_says_what_is_wrong(number: int, run: Callable) -> None:
     case = Case.draw(number)
-    assert_well_ended(case, *run(case))
+    assert_well_ended(case, run(case))
 
 
 @pytest.mark.slow
@@ -243,7 +255,7 @@ def test_a_run_ends_and_says_what_is_wrong(number: int, run: Callable) -> None:
 def test_many_runs_end_and_say_what_is_wrong(start: int, run: Callable) -> None:
     for number in range(start, start + 50):
         case = Case.draw(number)
-        assert_well_ended(case, *run(case))
+        assert_well_ended(case, run(case))
 
 
 KEYS = [

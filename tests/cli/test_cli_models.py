@@ -177,18 +177,17 @@ def read_files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag", "X-Repo-Commit"])
 @pytest.mark.parametrize("name", ["../../../precious", "/PRECIOUS", "..", '"../../../new"'])
 @pytest.mark.parametrize("missing", ["", "config.json"])
-def test_no_answer_leads_out_of_the_cache(
-    header, name, missing, hub, cache, tmp_path, spd_run
-) -> None:
+def test_no_answer_leads_out_of_the_cache(header, name, missing, hub, cache, spd_run) -> None:
     """The library makes paths of these headers; existing files are kept, and none is made."""
-    precious = tmp_path / "precious"
+    folder = cache.parent
+    precious = folder / "precious"
     precious.write_text("all there is")
-    before = {path: data for path, data in read_files(tmp_path).items() if "tiny" not in path}
+    before = {path: data for path, data in read_files(folder).items() if "tiny" not in path}
     hub.headers[header] = name.replace("/PRECIOUS", str(precious))
     hub.missing = missing
     message = f"cannot download {NAME}: the hub gave a wrong answer: no name to go by"
     assert_refused(spd_run("pull", NAME), 8, message)
-    outside = {p: d for p, d in read_files(tmp_path).items() if not p.startswith(str(cache))}
+    outside = {p: d for p, d in read_files(folder).items() if not p.startswith(str(cache))}
     assert outside == before
 
 
@@ -290,8 +289,9 @@ def test_serve_downloads_nothing_by_itself(hub, cache, spd_run) -> None:
     assert hub.log == [] and not cache.exists()
 
 
+@pytest.mark.usefixtures("cache", "script")
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), ("\n", 3), ("", 3)])
-def test_a_person_is_asked(answer, code, hub, cache, spd_run, script, monkeypatch) -> None:
+def test_a_person_is_asked(answer, code, hub, spd_run, monkeypatch) -> None:
     monkeypatch.setattr(models, "is_terminal", lambda stream: True)
     ran = spd_run("generate", "-m", NAME, "--prompt-ids", "1,2", stdin=answer.encode())
     assert f"download {NAME} from the hub? [y/N]" in ran.err and ran.code == code

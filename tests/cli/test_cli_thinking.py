@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,42 +32,69 @@ def set_template(folder: Path, template: str) -> None:
 
 
 CHANNELS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+@dataclass(frozen=True)
+class RawReply:
+    """What a model wrote, and the thinking and the answer in it."""
+
+    text: str
+    inside: bool | None
+    """True if the prompt opens the thinking."""
+    thinking: str | None
+    answer: str
+
+
 REPLIES = [
-    ("<think>\nhm\n</think>\n\nYes\n", False, "hm", "Yes\n"),
-    ("hm</think>Yes", True, "hm", "Yes"),
-    ("<think>hm</think>Yes", True, "hm", "Yes"),
-    ("No <think>x", False, None, "No <think>x"),
-    ("<thin", False, None, "<thin"),
-    (" \n<think>a</thin", False, "a</thin", ""),
-    ("<think></think>Yes", False, "", "Yes"),
-    ("a</think>Yes</think>", None, None, "a</think>Yes</think>"),
-    (" plain ", False, None, " plain "),
-    ("", False, None, ""),
-    (f"{CHANNELS}Yes", False, "hm", "Yes"),
-    ("<|channel>thought\nhm\n<channel|>Yes", False, "hm", "Yes"),
-    ("<|channel|>final<|message|>Yes", False, None, "Yes"),
-    (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes", False, "hm", "Yes"),
-    ("<|channel|>analysis<|message|>hm", None, None, "<|channel|>analysis<|message|>hm"),
+    RawReply("<think>\nhm\n</think>\n\nYes\n", inside=False, thinking="hm", answer="Yes\n"),
+    RawReply("hm</think>Yes", inside=True, thinking="hm", answer="Yes"),
+    RawReply("<think>hm</think>Yes", inside=True, thinking="hm", answer="Yes"),
+    RawReply("No <think>x", inside=False, thinking=None, answer="No <think>x"),
+    RawReply("<thin", inside=False, thinking=None, answer="<thin"),
+    RawReply(" \n<think>a</thin", inside=False, thinking="a</thin", answer=""),
+    RawReply("<think></think>Yes", inside=False, thinking="", answer="Yes"),
+    RawReply("a</think>Yes</think>", inside=None, thinking=None, answer="a</think>Yes</think>"),
+    RawReply(" plain ", inside=False, thinking=None, answer=" plain "),
+    RawReply("", inside=False, thinking=None, answer=""),
+    RawReply(f"{CHANNELS}Yes", inside=False, thinking="hm", answer="Yes"),
+    RawReply("<|channel>thought\nhm\n<channel|>Yes", inside=False, thinking="hm", answer="Yes"),
+    RawReply("<|channel|>final<|message|>Yes", inside=False, thinking=None, answer="Yes"),
+    RawReply(
+        " to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes",
+        inside=False,
+        thinking="hm",
+        answer="Yes",
+    ),
+    RawReply(
+        "<|channel|>analysis<|message|>hm",
+        inside=None,
+        thinking=None,
+        answer="<|channel|>analysis<|message|>hm",
+    ),
 ]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 100])
-@pytest.mark.parametrize(("text", "inside", "thinking", "answer"), REPLIES)
-def test_thinking_is_told_from_the_answer(text, inside, thinking, answer, cut) -> None:
-    splitter = ThinkingSplitter(inside)
+@pytest.mark.parametrize("reply", REPLIES)
+def test_thinking_is_told_from_the_answer(reply: RawReply, cut: int) -> None:
+    splitter = ThinkingSplitter(reply.inside)
+    text = reply.text
+    thinking = reply.thinking
     parts = [part for i in range(0, len(text), cut) for part in splitter.feed(text[i : i + cut])]
     parts += splitter.feed("", final=True)
     assert "".join(part for is_thinking, part in parts if is_thinking) == (thinking or "")
-    assert "".join(part for is_thinking, part in parts if not is_thinking) == answer
-    assert split_thinking(text, inside) == (thinking and thinking.strip("\n"), answer)
+    assert "".join(part for is_thinking, part in parts if not is_thinking) == reply.answer
+    stripped_thinking = thinking and thinking.strip("\n")
+    assert split_thinking(text, reply.inside) == (stripped_thinking, reply.answer)
 
 
 @pytest.mark.parametrize("option", ["--stats", "--json", "--raw"])
-@pytest.mark.parametrize(
-    ("text", "inside", "thinking", "answer"), [REPLIES[i] for i in (0, 2, 3, 5)]
-)
-def test_a_pipe_gets_the_answer(text, inside, thinking, answer, option, ask, model, script) -> None:
-    set_template(model, OPENED if inside else TEMPLATE)
+@pytest.mark.parametrize("reply", [REPLIES[i] for i in (0, 2, 3, 5)])
+def test_a_pipe_gets_the_answer(reply, option, ask, model, script) -> None:
+    set_template(model, OPENED if reply.inside else TEMPLATE)
+    text = reply.text
+    thinking = reply.thinking
+    answer = reply.answer
     script.pieces = [text[i : i + 5] for i in range(0, len(text), 5)] or [""]
     ran = ask(option)
     if option == "--raw":
@@ -162,26 +190,61 @@ FIELD = TEMPLATE.replace(
 )
 
 
+@dataclass(frozen=True)
+class PastTurn:
+    """A template, its special tokens, a reply, and a part of the next turn's prompt."""
+
+    template: str
+    special: tuple[str, ...]
+    reply: str
+    expected: str
+
+
 @pytest.mark.parametrize(
-    ("template", "special", "reply", "expected"),
+    "turn",
     [
-        (CHUNKS, ("[THINK]", "[/THINK]"), "[THINK]hm[/THINK]\nYes", "[THINK]hm[/THINK]Yes"),
-        (TEMPLATE, ("[THINK]", "[/THINK]"), "[THINK]hm[/THINK]\nYes", "assistant\nYes<|im_end|>"),
-        (FIELD, (), "<think>\nhm\n</think>\n\nYes", "assistant\n<think>hm</think>Yes<|im_end|>"),
-        (TEMPLATE, (), "<think>\nhm</think>\nYes", "assistant\n<think>\nhm</think>\nYes<|im_end|>"),
-        (FIELD, (), "No <think>a</think>", "assistant\nNo <think>a</think><|im_end|>"),
+        PastTurn(
+            CHUNKS,
+            special=("[THINK]", "[/THINK]"),
+            reply="[THINK]hm[/THINK]\nYes",
+            expected="[THINK]hm[/THINK]Yes",
+        ),
+        PastTurn(
+            TEMPLATE,
+            special=("[THINK]", "[/THINK]"),
+            reply="[THINK]hm[/THINK]\nYes",
+            expected="assistant\nYes<|im_end|>",
+        ),
+        PastTurn(
+            FIELD,
+            special=(),
+            reply="<think>\nhm\n</think>\n\nYes",
+            expected="assistant\n<think>hm</think>Yes<|im_end|>",
+        ),
+        PastTurn(
+            TEMPLATE,
+            special=(),
+            reply="<think>\nhm</think>\nYes",
+            expected="assistant\n<think>\nhm</think>\nYes<|im_end|>",
+        ),
+        PastTurn(
+            FIELD,
+            special=(),
+            reply="No <think>a</think>",
+            expected="assistant\nNo <think>a</think><|im_end|>",
+        ),
     ],
 )
 def test_a_past_turn_has_its_thinking_where_the_template_wants_it(
-    template, special, reply, expected, model, spd_run, script
+    turn, model, spd_run, script
 ) -> None:
-    write_tokenizer(model, (*SPECIALS, *special))
-    set_template(model, template)
-    script.pieces = [reply]
+    write_tokenizer(model, (*SPECIALS, *turn.special))
+    set_template(model, turn.template)
+    script.pieces = [turn.reply]
     assert spd_run("chat", model, "--no-save", stdin=b"Hi\nAgain\n").code == 0
     prompt = script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False)
-    assert expected in prompt
-    for mark in special if "THINK" in expected else ():
+    assert turn.expected in prompt
+    for mark in turn.special if "THINK" in turn.expected else ():
         assert script.engine.tokenizer.token_to_id(mark) in script.request.prompt_ids
 
 
@@ -212,26 +275,40 @@ def test_a_shape_stands_in_the_channel_of_the_answer(
     assert script.request.grammar.kind == "schema"
 
 
+@dataclass(frozen=True)
+class ThinkOption:
+    """A value of --think, and the template variable and the budget that it sets."""
+
+    value: str
+    enabled: bool | None
+    tokens: int | None
+
+
 @pytest.mark.parametrize(
-    ("think", "thinking_enabled", "tokens"),
-    [("off", False, None), ("hide", True, None), ("7", True, 7), ("auto", None, None)],
+    "option",
+    [
+        ThinkOption("off", enabled=False, tokens=None),
+        ThinkOption("hide", enabled=True, tokens=None),
+        ThinkOption("7", enabled=True, tokens=7),
+        ThinkOption("auto", enabled=None, tokens=None),
+    ],
 )
 @pytest.mark.parametrize("inside", [False, True])
 def test_think_sets_the_template_variable_and_the_budget(
-    think, thinking_enabled, tokens, inside, spd_run, model, script
+    option, inside, spd_run, model, script
 ) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     set_template(model, "{{ enable_thinking }} " + (OPENED if inside else TEMPLATE))
     script.pieces = ["</think>"] * inside + ["Yes"]
-    arguments = ("-m", model, "--think", think)
+    arguments = ("-m", model, "--think", option.value)
     prompt = spd_run("generate", arguments, "--dry-run", "Hi").text
     assert prompt.startswith(
-        "True" if thinking_enabled else "False" if thinking_enabled is False else "<"
+        "True" if option.enabled else "False" if option.enabled is False else "<"
     )
     for command in (["generate"], ["chat", "--no-save"]):
         ran = spd_run(command, arguments, stdin=b"Hi" + b"\n" * len(command[1:]))
         assert (ran.code, ran.err) == (0, ""), ran
-        budget = None if tokens is None else ThinkingBudget(tokens, 260, 259, inside)
+        budget = None if option.tokens is None else ThinkingBudget(option.tokens, 260, 259, inside)
         assert script.request.thinking == budget
         assert (
             script.engine.tokenizer.decode(script.request.prompt_ids, skip_special=False) == prompt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,51 +24,106 @@ COMMANDS |= {"verify": "verify -m ?", "inspect": "inspect ?", "convert-mtp": "co
 COMMANDS |= {"draft": "generate --draft-model ? Hi"}
 INCOMPLETE = "the copy in the local cache is incomplete: "
 READS_NO_TEXT = "bench verify inspect convert-mtp draft"
-# The model, the exit code, texts of the message and the fix, and the commands that accept it.
+
+
+@dataclass(frozen=True)
+class WrongModel:
+    """A model, the exit code, texts of the message and the fix, and the commands that accept it."""
+
+    name_or_path: str
+    code: int
+    expected: str
+    fix: str
+    accepted_by: str = ""
+
+
 WRONG_MODELS = [
-    ("ggufs/m.gguf", 4, "ggufs/m.gguf: is truncated: it ends in its header", "", ""),
-    ("gone/m.GGUF", 3, "gone/m.GGUF: there is no such file", "", ""),
-    ("ggufs", 4, "one of which is to be named: m.gguf", "-m ggufs/m.gguf", ""),
-    ("lora", 4, "lora: is a LoRA adapter of 'org/base'", "-m org/base", ""),
-    ("lfs", 4, "lfs/model.safetensors: is a git-lfs pointer", "git -C lfs lfs pull", ""),
-    (
+    WrongModel(
+        "ggufs/m.gguf", 4, expected="ggufs/m.gguf: is truncated: it ends in its header", fix=""
+    ),
+    WrongModel("gone/m.GGUF", 3, expected="gone/m.GGUF: there is no such file", fix=""),
+    WrongModel("ggufs", 4, expected="one of which is to be named: m.gguf", fix="-m ggufs/m.gguf"),
+    WrongModel("lora", 4, expected="lora: is a LoRA adapter of 'org/base'", fix="-m org/base"),
+    WrongModel(
+        "lfs", 4, expected="lfs/model.safetensors: is a git-lfs pointer", fix="git -C lfs lfs pull"
+    ),
+    WrongModel(
         "pickle",
         4,
-        "pickle/pytorch_model.bin: pickle formats",
-        " -I -m spd.cli.unpickle pickle\n",
-        "",
+        expected="pickle/pytorch_model.bin: pickle formats",
+        fix=" -I -m spd.cli.unpickle pickle\n",
     ),
-    ("mtp", 4, "mtp: an MTP head drafts for another model", "-m TARGET --mtp mtp", ""),
-    ("eagle3", 4, "eagle3: an EAGLE-3 head", "-m TARGET --draft-model eagle3", "inspect draft"),
-    ("qwen3", 3, "a model on the hub is named ORG/qwen3", "spd pull ORG/qwen3", ""),
-    (HUB, 2, f"{HUB}: is an address", "spd pull org/name\n       -m org/name\n", ""),
-    (f"{HUB}/tree/main", 2, "is an address", "spd pull org/name\n", ""),
-    ("hf.co/org/name:Q4_K_M", 2, "is an address", "spd pull org/name\n", ""),
-    (f"{HUB}/blob/v2/config.json", 2, "is an address", "spd pull org/name --revision v2\n", ""),
-    (
+    WrongModel(
+        "mtp", 4, expected="mtp: an MTP head drafts for another model", fix="-m TARGET --mtp mtp"
+    ),
+    WrongModel(
+        "eagle3",
+        4,
+        expected="eagle3: an EAGLE-3 head",
+        fix="-m TARGET --draft-model eagle3",
+        accepted_by="inspect draft",
+    ),
+    WrongModel(
+        "qwen3", 3, expected="a model on the hub is named ORG/qwen3", fix="spd pull ORG/qwen3"
+    ),
+    WrongModel(
+        HUB, 2, expected=f"{HUB}: is an address", fix="spd pull org/name\n       -m org/name\n"
+    ),
+    WrongModel(f"{HUB}/tree/main", 2, expected="is an address", fix="spd pull org/name\n"),
+    WrongModel("hf.co/org/name:Q4_K_M", 2, expected="is an address", fix="spd pull org/name\n"),
+    WrongModel(
+        f"{HUB}/blob/v2/config.json",
+        2,
+        expected="is an address",
+        fix="spd pull org/name --revision v2\n",
+    ),
+    WrongModel(
         "org/half",
         3,
-        f"org/half: {INCOMPLETE}there is no model.safetensors",
-        "spd pull org/half",
-        "",
+        expected=f"org/half: {INCOMPLETE}there is no model.safetensors",
+        fix="spd pull org/half",
     ),
-    ("org/parts", 3, f"org/parts: {INCOMPLETE}", "spd pull org/parts", "convert-mtp"),
-    ("org/begun", 4, "has no tokenizer.json", "spd pull org/begun, if", READS_NO_TEXT),
-    ("org/empty", 3, f"org/empty: {INCOMPLETE}there is no config.json", "spd pull org/empty", ""),
-    ("org/adapter", 4, "org/adapter: is a LoRA adapter", "-m org/base", ""),
-    ("dem", 3, "did you mean demo?", "-m demo", ""),
-    ("half", 3, "did you mean org/half?", "-m org/half", ""),
-    (
+    WrongModel(
+        "org/parts",
+        3,
+        expected=f"org/parts: {INCOMPLETE}",
+        fix="spd pull org/parts",
+        accepted_by="convert-mtp",
+    ),
+    WrongModel(
+        "org/begun",
+        4,
+        expected="has no tokenizer.json",
+        fix="spd pull org/begun, if",
+        accepted_by=READS_NO_TEXT,
+    ),
+    WrongModel(
+        "org/empty",
+        3,
+        expected=f"org/empty: {INCOMPLETE}there is no config.json",
+        fix="spd pull org/empty",
+    ),
+    WrongModel("org/adapter", 4, expected="org/adapter: is a LoRA adapter", fix="-m org/base"),
+    WrongModel("dem", 3, expected="did you mean demo?", fix="-m demo"),
+    WrongModel("half", 3, expected="did you mean org/half?", fix="-m org/half"),
+    WrongModel(
         "parent",
         4,
-        "parent: is no model folder, but holds 2",
-        "-m parent/one\n       -m parent/two\n",
-        "",
+        expected="parent: is no model folder, but holds 2",
+        fix="-m parent/one\n       -m parent/two\n",
     ),
-    ("deep", 4, "deep: is no model folder, but holds 1", "-m deep/org/name\n", ""),
-    ("hub/models--org--half", 4, "is no model folder, but holds 1", "-m org/half", ""),
-    ("pickle/config.json", 4, "pickle/config.json: is a file", "-m pickle\n", ""),
-    ("lfs/model.safetensors", 4, "lfs/model.safetensors: is a file", "-m lfs\n", ""),
+    WrongModel(
+        "deep", 4, expected="deep: is no model folder, but holds 1", fix="-m deep/org/name\n"
+    ),
+    WrongModel(
+        "hub/models--org--half", 4, expected="is no model folder, but holds 1", fix="-m org/half"
+    ),
+    WrongModel(
+        "pickle/config.json", 4, expected="pickle/config.json: is a file", fix="-m pickle\n"
+    ),
+    WrongModel(
+        "lfs/model.safetensors", 4, expected="lfs/model.safetensors: is a file", fix="-m lfs\n"
+    ),
 ]
 
 
@@ -107,22 +162,16 @@ def wrong_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("name_or_path", "code", "expected", "fix", "accepted_by"),
-    WRONG_MODELS,
-    ids=[row[0] for row in WRONG_MODELS],
-)
+@pytest.mark.parametrize("wrong", WRONG_MODELS, ids=[wrong.name_or_path for wrong in WRONG_MODELS])
 def test_a_wrong_model_is_named_with_a_fix(
-    name_or_path, code, expected, fix, accepted_by, wrong_models, spd_run
+    wrong: WrongModel, wrong_models: Path, spd_run: Callable
 ) -> None:
-    for name in COMMANDS.keys() - set(accepted_by.split()):
-        ran = spd_run(COMMANDS[name].replace("?", name_or_path).split(), stdin=b"Hi\n")
+    for name in COMMANDS.keys() - set(wrong.accepted_by.split()):
+        ran = spd_run(COMMANDS[name].replace("?", wrong.name_or_path).split(), stdin=b"Hi\n")
         message, _, fixes = ran.err.partition("\n  fix: ")
-        assert ran.code == code and message.startswith("error: ") and expected in message, (
-            name,
-            ran,
-        )
-        assert "\n" not in message and fix in fixes, (name, ran)
+        assert ran.code == wrong.code and message.startswith("error: "), (name, ran)
+        assert wrong.expected in message, (name, ran)
+        assert "\n" not in message and wrong.fix in fixes, (name, ran)
 
 
 DENSE = Release(64, 96, 4, 2, 1, 32)

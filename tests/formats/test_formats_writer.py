@@ -46,8 +46,8 @@ def output_tensors() -> list[OutputTensor]:
         yield from (data[i : i + 700] for i in range(0, len(data), 700))
 
     return [
-        OutputTensor(name, *dtype_and_shape, partial(pieces, name))
-        for name, dtype_and_shape in SIZES.items()
+        OutputTensor(name, dtype, shape, partial(pieces, name))
+        for name, (dtype, shape) in SIZES.items()
     ]
 
 
@@ -133,10 +133,11 @@ def test_an_interrupted_run_is_begun_anew(tmp_path: Path) -> None:
     def interrupt() -> Iterator[bytes]:
         raise KeyboardInterrupt
 
+    dtype, shape = SIZES["c"]
     with pytest.raises(KeyboardInterrupt), open_stage(destination) as stage:
         write_tensors(
             stage / "model.safetensors",
-            [*output_tensors()[:2], OutputTensor("c", *SIZES["c"], interrupt)],
+            [*output_tensors()[:2], OutputTensor("c", dtype, shape, interrupt)],
         )
     assert os.listdir(tmp_path) == []
     write_folder(destination)

@@ -313,8 +313,8 @@ def test_leaving_frees_a_slot_within_a_round(small: Served) -> None:
     """All slots are taken by texts of thousands of tokens; one that leaves makes room at once."""
     connections = [begin(small) for _ in range(SLOTS)]
     answers: list[Any] = []
-    request = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
-    client = threading.Thread(target=lambda: answers.append(small.ask(*request)))
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    client = threading.Thread(target=lambda: answers.append(small.ask(CHAT, body, KEY)))
     client.start()
     time.sleep(0.3)
     assert not answers
@@ -404,9 +404,9 @@ def test_many_prompts_at_once_take_few_threads(
         return prepare(generation)
 
     monkeypatch.setattr(small.service, "prepare", slowly)
-    request = CHAT, {"messages": MESSAGES, "max_tokens": 1}, KEY
+    body = {"messages": MESSAGES, "max_tokens": 1}
     with ThreadPoolExecutor(SLOTS + 2) as pool:
-        assert all(pool.map(lambda _: small.ask(*request), range(SLOTS + 2)))
+        assert all(pool.map(lambda _: small.ask(CHAT, body, KEY), range(SLOTS + 2)))
     assert len(thread_ids) == run.PREPARE_THREADS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ SWITCH = "{% if enable_thinking is defined and not enable_thinking %}<think></th
 LATE = "{% if not thinking %}</think>{% endif %}"
 
 
+@dataclass(frozen=True)
+class ThinkingPrompt:
+    """A template and its prompt, and where a reply to it starts: thought, answer or any."""
+
+    template: str
+    special: Sequence[str]
+    added: Sequence[str]
+    variables: Mapping[str, Any]
+    prompt: str
+    inside: bool
+    starts: str
+
+
 def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
     """True if a model may write this reply and end it."""
     state = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, (256,))
@@ -49,49 +63,133 @@ def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 @pytest.mark.parametrize(
-    ("template", "special", "added", "variables", "prompt", "inside", "starts"),
+    "case",
     [
-        ("'<think>'", (), THINK, {}, "<think>\n", True, "thought"),
-        ("'<think>'", (), (), {}, "<think>\n", True, "thought"),
-        ("'[THINK]'", TOKENS, (), {}, "[THINK]", True, "thought"),
-        ("'[THINK]'", TOKENS, (), {}, "", False, "any"),
-        ("'<think>'", (), THINK, {}, "", False, "any"),
-        ("'<think>'", (), (), {}, "", False, "any"),
-        ("'<think>'", (), THINK, {}, "<think>\n\n</think>\n\n", False, "answer"),
-        (SWITCH, (), THINK, {}, "", False, "thought"),
-        (SWITCH, (), (), {}, "", False, "any"),
-        (SWITCH, (), THINK, {"enable_thinking": False}, "<think></think>", False, "answer"),
-        (LATE, (), THINK, {}, "</think>", False, "answer"),
-        (LATE, (), THINK, {"enable_thinking": True}, "", False, "thought"),
-        ("no marks", (), THINK, {}, "", False, "answer"),
-        ("no marks", TOKENS, (), {}, "", False, "answer"),
+        ThinkingPrompt(
+            "'<think>'",
+            special=(),
+            added=THINK,
+            variables={},
+            prompt="<think>\n",
+            inside=True,
+            starts="thought",
+        ),
+        ThinkingPrompt(
+            "'<think>'",
+            special=(),
+            added=(),
+            variables={},
+            prompt="<think>\n",
+            inside=True,
+            starts="thought",
+        ),
+        ThinkingPrompt(
+            "'[THINK]'",
+            special=TOKENS,
+            added=(),
+            variables={},
+            prompt="[THINK]",
+            inside=True,
+            starts="thought",
+        ),
+        ThinkingPrompt(
+            "'[THINK]'",
+            special=TOKENS,
+            added=(),
+            variables={},
+            prompt="",
+            inside=False,
+            starts="any",
+        ),
+        ThinkingPrompt(
+            "'<think>'",
+            special=(),
+            added=THINK,
+            variables={},
+            prompt="",
+            inside=False,
+            starts="any",
+        ),
+        ThinkingPrompt(
+            "'<think>'", special=(), added=(), variables={}, prompt="", inside=False, starts="any"
+        ),
+        ThinkingPrompt(
+            "'<think>'",
+            special=(),
+            added=THINK,
+            variables={},
+            prompt="<think>\n\n</think>\n\n",
+            inside=False,
+            starts="answer",
+        ),
+        ThinkingPrompt(
+            SWITCH, special=(), added=THINK, variables={}, prompt="", inside=False, starts="thought"
+        ),
+        ThinkingPrompt(
+            SWITCH, special=(), added=(), variables={}, prompt="", inside=False, starts="any"
+        ),
+        ThinkingPrompt(
+            SWITCH,
+            special=(),
+            added=THINK,
+            variables={"enable_thinking": False},
+            prompt="<think></think>",
+            inside=False,
+            starts="answer",
+        ),
+        ThinkingPrompt(
+            LATE,
+            special=(),
+            added=THINK,
+            variables={},
+            prompt="</think>",
+            inside=False,
+            starts="answer",
+        ),
+        ThinkingPrompt(
+            LATE,
+            special=(),
+            added=THINK,
+            variables={"enable_thinking": True},
+            prompt="",
+            inside=False,
+            starts="thought",
+        ),
+        ThinkingPrompt(
+            "no marks",
+            special=(),
+            added=THINK,
+            variables={},
+            prompt="",
+            inside=False,
+            starts="answer",
+        ),
+        ThinkingPrompt(
+            "no marks",
+            special=TOKENS,
+            added=(),
+            variables={},
+            prompt="",
+            inside=False,
+            starts="answer",
+        ),
     ],
 )
-def test_where_a_grammar_begins(
-    kind: str,
-    template: str,
-    special: Sequence[str],
-    added: Sequence[str],
-    variables: Mapping[str, Any],
-    prompt: str,
-    inside: bool,
-    starts: str,
-    tmp_path: Path,
-) -> None:
-    tokenizer = open_tokenizer(tmp_path, special, added)
+def test_where_a_grammar_begins(kind: str, case: ThinkingPrompt, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(tmp_path, case.special, case.added)
     config: Any = None
-    chat = ChatTemplate("x", {"default": template}, {})
+    chat = ChatTemplate("x", {"default": case.template}, {})
     vocabulary = Vocabulary(config, tokenizer, chat, "x")
-    chat_prompt = Prompt(messages=({"role": "user", "content": "Hi"},), variables=variables)
+    chat_prompt = Prompt(messages=({"role": "user", "content": "Hi"},), variables=case.variables)
     grammar, answer = GRAMMARS[kind]
     composed, begins_inside = grammar_after_thinking(
-        grammar, vocabulary, chat_prompt, prompt, inside
+        grammar, vocabulary, chat_prompt, case.prompt, case.inside
     )
-    opening, closing = special or THINK
-    thought = f"h{{m\n{closing}" if inside else f"{opening}h{{m\n{closing}"
-    assert begins_inside == (starts == "thought")
-    assert allows(tokenizer, composed, thought + answer) == (starts != "answer")
-    assert allows(tokenizer, composed, answer) == (starts != "thought")
+    opening, closing = case.special or THINK
+    thought = f"h{{m\n{closing}" if case.inside else f"{opening}h{{m\n{closing}"
+    assert begins_inside == (case.starts == "thought")
+    assert allows(tokenizer, composed, thought + answer) == (case.starts != "answer")
+    assert allows(tokenizer, composed, answer) == (case.starts != "thought")
     assert not allows(tokenizer, composed, f"{thought}{answer[:-1]}"), "the answer is cut"
     assert not allows(tokenizer, composed, f"{thought}?{answer}")
 

@@ -219,4 +219,5 @@ def test_errors_name_fields_and_no_flags(served: Served) -> None:
         status, answer = served.send("POST", path, body)
         message = answer["error"]["message"]
         assert status == 400 and not re.search(r"(?<!\w)--\w", message), message
-    assert "77" in served.send("POST", *bodies[1])[1]["error"]["message"]
+    path, body = bodies[1]
+    assert "77" in served.send("POST", path, body)[1]["error"]["message"]
