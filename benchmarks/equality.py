@@ -243,9 +243,11 @@ def main(arguments: list[str] | None = None) -> int:
             config = engine_config(plain, ctx=CTX, slots=1, prefix_sharing=False, graphs=False)
             engine = Engine(config)
             requests = make_requests(engine, settings.requests, settings.tokens)
-            right[dtype] = requests, [run(engine, [request])[0] for request in requests]
+            expected = [run(engine, [request])[0] for request in requests]
+            right[dtype] = requests, expected
             engine.close()
-        rows[name] = run_cell(options, *right[dtype])
+        requests, expected = right[dtype]
+        rows[name] = run_cell(options, requests, expected)
         print(name, json.dumps(rows[name]), flush=True)
         if settings.out is not None:
             settings.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")

@@ -312,7 +312,8 @@ def measure_warm(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     figures = {
         name: summarize(values[1:]) for name, values in seconds.items()
     }  # the first one fills caches
-    print("first byte, ms:", *(f"{name} {value}" for name, value in figures.items()), flush=True)
+    medians = " ".join(f"{name} {value}" for name, value in figures.items())
+    print(f"first byte, ms: {medians}", flush=True)
     return {name: value.as_dict() for name, value in figures.items()}
 
 

@@ -355,7 +355,10 @@ def host_cost(result: Result) -> str:
 
 
 def _interval(ratio: Result) -> str:
-    inside = "" if ratio["interval"] is None else " ({:.2f} to {:.2f})".format(*ratio["interval"])
+    inside = ""
+    if ratio["interval"] is not None:
+        low, high = ratio["interval"]
+        inside = f" ({low:.2f} to {high:.2f})"
     return f"{ratio['median']:.2f}{inside}"
 
 

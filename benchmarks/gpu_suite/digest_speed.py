@@ -142,11 +142,10 @@ def _batches(result: Result) -> list[str]:
         parts = []
         for key, value in case.items():
             if "_over_" in key:
-                within = (
-                    "{:.3f} to {:.3f}, ".format(*value["interval_95"])
-                    if value["interval_95"]
-                    else ""
-                )
+                within = ""
+                if value["interval_95"]:
+                    low, high = value["interval_95"]
+                    within = f"{low:.3f} to {high:.3f}, "
                 parts.append(f"{key} {value['median']:.3f} ({within}n={value['turns']})")
             elif isinstance(value, dict) and "round_us" in value:
                 parts.append(

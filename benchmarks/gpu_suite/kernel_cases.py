@@ -58,7 +58,7 @@ class Bench:
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         """Return random values: zeros are faster to read."""
-        return torch.randn(*shape, dtype=self.dtype, device=self.timer.device).mul_(scale)
+        return torch.randn(shape, dtype=self.dtype, device=self.timer.device).mul_(scale)
 
     def integers(self, *shape: int, fill: int = 0) -> Tensor:
         """Return an int64 tensor filled with a value."""
@@ -189,8 +189,11 @@ class Pools:
     ) -> Pools:
         """Build full pages for `context` positions a slot, in an order that no stride predicts."""
         pages = -(-context // PAGE)
-        shape = (slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
-        layers = [(bench.normal(*shape), bench.normal(*shape)) for _ in range(copies)]
+
+        def random_pool() -> Tensor:
+            return bench.normal(slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
+
+        layers = [(random_pool(), random_pool()) for _ in range(copies)]
         table = torch.randperm(slots * pages, device=bench.timer.device) + 2
         return cls(layers, table.view(slots, pages))
 
@@ -282,8 +285,10 @@ def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Row
     for count in rows:
         qkv = bench.normal(count, (heads.num_heads + 2 * heads.num_kv_heads) * size)
         positions = torch.arange(count, device=cos.device) + 500
-        arguments = (RotatedRows(cos, sin, positions, positions + 2 * PAGE), weight, EPSILON, pools)
-        call = partial(bench.kernels.rotary_store, qkv, *arguments, heads.num_heads)
+        rotated = RotatedRows(cos, sin, positions, positions + 2 * PAGE)
+        call = partial(
+            bench.kernels.rotary_store, qkv, rotated, weight, EPSILON, pools, heads.num_heads
+        )
         table_rows[str(count)] = bench.row([call], None)
     return table_rows
 

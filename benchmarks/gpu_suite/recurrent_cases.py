@@ -66,7 +66,7 @@ def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemo
     """Return random states and rings, of gates between 0 and 1."""
 
     def drawn(*sizes: int) -> Tensor:
-        return torch.randn(slots, *sizes, device=bench.timer.device)
+        return torch.randn((slots, *sizes), device=bench.timer.device)
 
     keys = torch.nn.functional.normalize(drawn(depth, shape.key_heads, shape.size), dim=-1)
     state = drawn(shape.heads, shape.size, shape.size)
@@ -94,10 +94,10 @@ def delta_case(
         for _ in range(bench.timer.copies(nbytes))
     ]
     for k in lengths:
-        arguments = operands(bench, shape, slots * (k + 1))
+        mixed, gates, rule = operands(bench, shape, slots * (k + 1))
         rows = windows(bench, slots, k)
         calls: list[Call] = [
-            partial(bench.kernels.delta_rule, *arguments, copy, rows) for copy in memories
+            partial(bench.kernels.delta_rule, mixed, gates, rule, copy, rows) for copy in memories
         ]
         table_rows[f"k={k}"] = bench.row(calls, nbytes)
     return table_rows
@@ -142,10 +142,12 @@ def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
 
     The convolution before it has the last row.
     """
-    arguments = operands(bench, shape, rows)
+    mixed, gates, rule = operands(bench, shape, rows)
     chunk_memory = memory(bench, shape, 1, SPARE)
+    step_memory = memory(bench, shape, 1, 2 * rows)
     run = prompt(bench, rows)
-    steps = partial(bench.kernels.delta_rule, *arguments, memory(bench, shape, 1, 2 * rows), run)
+    steps = partial(bench.kernels.delta_rule, mixed, gates, rule, step_memory, run)
+    chunks = partial(bench.kernels.delta_chunks, mixed, gates, rule, chunk_memory, run)
     weight = torch.randn(TAPS, shape.channels, device=bench.timer.device)
     ring = bench.normal(1, TAPS - 1 + SPARE, shape.channels)
     convolve = partial(
@@ -153,7 +155,7 @@ def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
     )
     table_rows = Rows()
     for name, call, rival in (
-        ("rule", partial(bench.kernels.delta_chunks, *arguments, chunk_memory, run), [steps]),
+        ("rule", chunks, [steps]),
         ("convolution", convolve, None),
     ):
         us, _, other = bench.row([call], None, rival)

@@ -64,17 +64,16 @@ def sampling_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
         positions = (torch.arange(count, device=device) + 1000)[None]
         for name, steps in STEPS.items():
             tensors = one_slots_sampling(bench, vocab, steps)
-            arguments = (logits, draft, positions, tensors)
-            calls = [partial(bench.kernels.sample_rows, *arguments)]
-            table_rows[f"{count} {name}"] = bench.row(
-                calls, logits.nbytes, [partial(sampling.sample_rows, *arguments)]
+            ours, torchs = (
+                partial(form.sample_rows, logits, draft, positions, tensors)
+                for form in (bench.kernels, sampling)
             )
-            laws = (logits, draft, tensors)
-            table_rows[f"{count} law {name}"] = bench.row(
-                [partial(bench.kernels.row_distributions, *laws)],
-                logits.nbytes,
-                [partial(sampling.row_distributions, *laws)],
+            table_rows[f"{count} {name}"] = bench.row([ours], logits.nbytes, [torchs])
+            ours, torchs = (
+                partial(form.row_distributions, logits, draft, tensors)
+                for form in (bench.kernels, sampling)
             )
+            table_rows[f"{count} law {name}"] = bench.row([ours], logits.nbytes, [torchs])
     return table_rows
 
 
@@ -87,17 +86,22 @@ def draft_verify_case(bench: Bench, slots: int, k: int, vocab: int) -> Rows:
     )
     draft = torch.randint(vocab, (slots, k), device=device)
     positions = (torch.arange(k + 1, device=device) + 1000).expand(slots, k + 1).contiguous()
-    slot_arguments = (
-        draft,
-        bench.integers(slots, fill=k),
-        bench.integers(slots, fill=7),
-        positions,
-    )
+    num_drafts = bench.integers(slots, fill=k)
+    seed = bench.integers(slots, fill=7)
     for name in ("rejection", "block"):
         for kind, laws in (("drawn", drafter), ("certain", None)):
-            arguments = (target, laws, *slot_arguments, name == "block")
             ours, torchs = (
-                partial(form.verify_drafts, *arguments) for form in (bench.kernels, draft_verify)
+                partial(
+                    form.verify_drafts,
+                    target,
+                    laws,
+                    draft,
+                    num_drafts=num_drafts,
+                    seed=seed,
+                    positions=positions,
+                    by_block=name == "block",
+                )
+                for form in (bench.kernels, draft_verify)
             )
             table_rows[f"{name} {kind}"] = bench.row([ours], None, [torchs])
     return table_rows
@@ -112,9 +116,12 @@ def noise_case(bench: Bench, vocab: int, rows: Sequence[int]) -> Rows:
         else import_module("benchmarks.gpu_suite.noise_triton")
     )
     for count in rows:
-        arguments = (bench.integers(count, fill=7), bench.integers(count, fill=1000), 0, vocab)
-        rival: list[Call] = [partial(philox.gumbel, *arguments)]
-        table_rows[str(count)] = bench.row([partial(form.gumbel, *arguments)], None, rival)
+        seed = bench.integers(count, fill=7)
+        positions = bench.integers(count, fill=1000)
+        ours, torchs = (
+            partial(gumbel, seed, positions, 0, vocab) for gumbel in (form.gumbel, philox.gumbel)
+        )
+        table_rows[str(count)] = bench.row([ours], None, [torchs])
     return table_rows
 
 

@@ -149,8 +149,10 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
         residual = bench.normal(count, n)
 
         def calls(weights: Sequence[AnyWeight], x: Tensor = x, r: Tensor = residual) -> list[Call]:
-            arguments = (None, product.workspace, None, r)
-            return [partial(kernels.linear, x, weight, *arguments) for weight in weights]
+            return [
+                partial(kernels.linear, x, weight, None, product.workspace, None, r)
+                for weight in weights
+            ]
 
         table_rows[str(count)] = bench.row(calls(narrow), _bytes(narrow[0]), calls(wide))
     return table_rows

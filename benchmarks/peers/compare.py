@@ -57,44 +57,50 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
             worker.pause()
         say("rounds begin")
         for number, prompt in enumerate(round_prompts):
-            _round(
-                options, workers, tallies, failures, prompt, say, f"{number + 1}/{options.rounds}"
-            )
+            label = f"{number + 1}/{options.rounds}"
+            answers, errors = _run_round(options, workers, prompt, say, label)
+            for name, answer in answers.items():
+                tallies[name].answers.append(answer)
+            for name, error_text in errors.items():
+                failures[name] = error_text
+                del workers[name], tallies[name]
         loads = measure_loads(options, workers, failures, vocab, say)
         say("rounds end")
     return report(options, tallies, failures, loads)
 
 
-def _round(
+def _run_round(
     options: Options,
-    workers: dict[str, Worker],
-    tallies: dict[str, Tally],
-    failures: dict[str, str],
+    workers: Mapping[str, Worker],
     prompt: Sequence[int],
     say: Callable[[str], None],
     label: str,
-) -> None:
-    for name, worker in list(workers.items()):
+) -> tuple[dict[str, Answer], dict[str, str]]:
+    """Return the answers of one prompt, and the errors of the workers that gave none, by name."""
+    answers: dict[str, Answer] = {}
+    errors: dict[str, str] = {}
+    for name, worker in workers.items():
         worker.resume()
         time.sleep(options.pause)
         load = ForeignLoad(worker.group)
         try:
             value = worker.generate(prompt, options.tokens, timeout=600)
-            answer = read_answer(value, *load.read())
+            foreign_cpus, cpu_seconds = load.read()
+            answer = read_answer(value, foreign_cpus, cpu_seconds)
         except WorkerError as error:
-            failures[name] = str(error)
-            del workers[name], tallies[name]
+            errors[name] = str(error)
             say(f"left out: {error}")
             continue
         finally:
             worker.pause()
-        tallies[name].answers.append(answer)
+        answers[name] = answer
         noise = (
             f" (others kept {answer.foreign_cpus:.2f} CPUs busy)"
             if answer.foreign_cpus > 0.1
             else ""
         )
         say(f"round {label} {name}: {answer.decode_tokens_per_second:.1f} tokens/s{noise}")
+    return answers, errors
 
 
 def report(
@@ -143,16 +149,20 @@ def report(
             ).as_dict()
     if rows and rows.answers:
         pairs = [(a.extra["verify_ms_rows"], a.extra["verify_ms_1"]) for a in rows.answers]
+        verify_ms = [verify for verify, _ in pairs]
+        decode_ms = [decode for _, decode in pairs]
         result["verify_over_decode"] = {
             "rows": options.rows,
-            "verify_ms": summarize([verify_ms for verify_ms, _ in pairs]).as_dict(),
-            "decode_ms": summarize([decode_ms for _, decode_ms in pairs]).as_dict(),
-            "ratio": paired_ratio(*zip(*pairs, strict=True)).as_dict(),
+            "verify_ms": summarize(verify_ms).as_dict(),
+            "decode_ms": summarize(decode_ms).as_dict(),
+            "ratio": paired_ratio(verify_ms, decode_ms).as_dict(),
         }
     for first, second in AGREEING:
-        both = [result["entries"].get(name, {}).get("acceptance") for name in (first, second)]
-        if all(both):
-            result["agreement"][f"{first} / {second}"] = agreement(*both)
+        first_acceptance = result["entries"].get(first, {}).get("acceptance")
+        second_acceptance = result["entries"].get(second, {}).get("acceptance")
+        if first_acceptance and second_acceptance:
+            pair = f"{first} / {second}"
+            result["agreement"][pair] = agreement(first_acceptance, second_acceptance)
     return result
 
 

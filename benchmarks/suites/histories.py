@@ -295,7 +295,7 @@ def run(llama: Path) -> Report:
             options = ("--concurrency", str(CLIENTS), "--ctx", "32768")
             with serving(folder, Path(place), options) as server:
                 part = _asked(server, name, sources[name])
-                print(part.text(), *part.details, sep="\n", flush=True)
+                print("\n".join([part.text(), *part.details]), flush=True)
                 report.merge(part)
     return report
 
@@ -306,13 +306,19 @@ def _request(source: str, api: str, history: History) -> tuple[str, dict[str, An
     return path, body if "tools" in source else {**body, "tools": []}
 
 
+def _post(server: Server, source: str, api: str, history: History) -> tuple[int, Any]:
+    """Post a history to an API; return the status and the reply."""
+    path, body = _request(source, api, history)
+    return server.post(path, body, seconds=60)
+
+
 def _asked(server: Server, name: str, source: str) -> Report:
     """Send every history to one server."""
     report = Report("histories", "")
     jobs = [(api, history) for history in histories() for api in APIS]
     with ThreadPoolExecutor(CLIENTS) as pool:
         answers: Iterator[tuple[int, Any]] = pool.map(
-            lambda job: server.post(*_request(source, *job), seconds=60), jobs
+            lambda job: _post(server, source, api=job[0], history=job[1]), jobs
         )
         for (api, history), (status, reply) in zip(jobs, answers, strict=True):
             row = f"{name}, {api}"

@@ -109,12 +109,12 @@ class Acceptor:
 def named_properties(schema: Any) -> set[str]:
     """Return every name that `properties` give anywhere in a schema."""
     if isinstance(schema, list):
-        return set[str]().union(*map(named_properties, schema))
+        return {name for value in schema for name in named_properties(value)}
     if not isinstance(schema, dict):
         return set()
     properties = schema.get("properties")
     names = set(properties) if isinstance(properties, dict) else set[str]()
-    return names.union(*map(named_properties, schema.values()))
+    return names | {name for value in schema.values() for name in named_properties(value)}
 
 
 def is_closed_by_design(schema: Any, value: Any) -> bool:

@@ -85,7 +85,8 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
-    return normal(*shape, seed=seed + sum(shape)).bfloat16()
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).bfloat16()
 
 
 def near(

@@ -6,7 +6,7 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -47,25 +47,31 @@ OPS = load_kernels("triton")
 WIDE = load_kernels("triton", None, {"bfloat16": 64, "int8": 64})
 
 
-def of(dtype: torch.dtype, *shape: int) -> Tensor:
+def meta_tensor(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def of(dtype: torch.dtype, *shape: int) -> Tensor:
+    return meta_tensor(dtype, shape)
 
 
 def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False) -> AnyWeight:
     """Return a weight [..., N, K] in eight bits of a kind, in codes with zeros, or in the dtype."""
     if kind is None:
-        return of(dtype, *shape)
+        return meta_tensor(dtype, shape)
     *experts, n, k = shape
     if isinstance(kind, str):
         code, group = kind.split()
-        scales = of(BF16, *experts, n, k // int(group))
-        zeros = of(torch.uint8, *scales.shape) if code == "int4" else None
-        codes = of(torch.uint8, *experts, n, k // 2 if code in ("int4", "e2m1") else k)
+        scales = meta_tensor(BF16, (*experts, n, k // int(group)))
+        zeros = meta_tensor(torch.uint8, scales.shape) if code == "int4" else None
+        width = k // 2 if code in ("int4", "e2m1") else k
+        codes = meta_tensor(torch.uint8, (*experts, n, width))
         columns = of(dtype, k) if normed else None
         return TiledWeight(code, codes, scales, zeros, int(group), columns, torch.Size(shape))  # type: ignore[arg-type]
-    scales = of(F32, *experts, n, 1)
+    scales = meta_tensor(F32, (*experts, n, 1))
     columns = of(dtype, k) if normed else None
-    return TiledWeight("int8", of(kind, *shape), scales, None, 0, columns, torch.Size(shape))
+    codes = meta_tensor(kind, shape)
+    return TiledWeight("int8", codes, scales, None, 0, columns, torch.Size(shape))
 
 
 def dense(
@@ -112,11 +118,11 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
     x = of(dtype, rows, 4096)
     table = of(dtype, VOCAB, 4096)
     slots = of(I64, rows)
-    draw = (x, table, Draw(slots, slots, 1, of(F32, rows), VOCAB))
+    draw = Draw(slots, slots, 1, of(F32, rows), VOCAB)
     return {
         f"logits_{name}": lambda: ops.head_logits(x, table),
-        f"sample_{name}": lambda: ops.head_sample(*draw),
-        f"sample_ids_{name}": lambda: ops.head_sample(*draw, of(I64, VOCAB)),
+        f"sample_{name}": lambda: ops.head_sample(x, table, draw),
+        f"sample_ids_{name}": lambda: ops.head_sample(x, table, draw, of(I64, VOCAB)),
     }
 
 
@@ -220,14 +226,14 @@ def experts() -> Launches:
         corrected = kind is not None
         rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, groups_kept, 2)
         parts = OPS.router_logits(x, of(F32, count, hidden))
-        chosen = OPS.route(parts, of(F32, count) if corrected else None, rule)
+        ids, weights = OPS.route(parts, of(F32, count) if corrected else None, rule)
         gate_up = weight_of(BF16, kind, count, (1 + act.gated) * inner, hidden)
         expert_weights = ExpertWeights(gate_up, weight_of(BF16, kind, count, hidden, inner), act)
         if act.kind == "swiglu":
             expert_weights = expert_weights._replace(
                 gate_up_bias=of(F32, count, 2 * inner), down_bias=of(F32, count, hidden)
             )
-        OPS.experts(x, *chosen, expert_weights, x)
+        OPS.experts(x, ids, weights, expert_weights, x)
 
     cases: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
     cases["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
@@ -263,7 +269,6 @@ def draws() -> Launches:
     logits = of(F32, 2, 4, VOCAB)
     draft = of(I64, 2, 3)
     positions = of(I64, 2, 4)
-    verify = (draft, of(I64, 2), of(I64, 2), positions)
     cases: Launches = {
         name: partial(OPS.sample_rows, logits, draft, positions, with_steps(tensors, steps))
         for name, steps in (
@@ -280,8 +285,16 @@ def draws() -> Launches:
         )
     for law, probabilities in (("sampled", of(F32, 2, 3, VOCAB)), ("one_hot", None)):
         for rule in ("rejection", "block"):
-            arguments = (logits, probabilities, *verify, rule == "block")
-            cases[f"{rule}_{law}"] = partial(OPS.verify_drafts, *arguments)
+            cases[f"{rule}_{law}"] = partial(
+                OPS.verify_drafts,
+                logits,
+                probabilities,
+                draft,
+                num_drafts=of(I64, 2),
+                seed=of(I64, 2),
+                positions=positions,
+                by_block=rule == "block",
+            )
     return cases
 
 
@@ -299,9 +312,17 @@ def rounds() -> Launches:
     cases: Launches = {}
 
     def commit(k: int, counts: Tensor | None, accepted: Tensor | None) -> None:
-        rows = (of(I64, 4, k + 1), of(I64, 4, k + 1), of(BOOL, 4, k + 1), of(I64, 4, k + 1))
-        window = RoundWindow(*rows, of(I64, 4, k), slots)
-        OPS.round_commit(s, window, rows[0], rows[2], accepted, counts)
+        token_ids = of(I64, 4, k + 1)
+        valid = of(BOOL, 4, k + 1)
+        window = RoundWindow(
+            token_ids,
+            positions=of(I64, 4, k + 1),
+            valid=valid,
+            kv_slots=of(I64, 4, k + 1),
+            draft=of(I64, 4, k),
+            num_drafts=slots,
+        )
+        OPS.round_commit(s, window, token_ids, valid, accepted, counts)
 
     def pairs(size: int, keeps_state: bool) -> None:
         norm = of(BF16, size)
@@ -340,16 +361,18 @@ def recurrent() -> Launches:
 
     def read(mixed: Tensor, gates: Tensor, sizes: tuple[int, ...], corrects: bool) -> None:
         heads, key_heads, width, size = sizes
-        rings = ((key_heads, width), (heads, size), (heads, 2))
         memory = DeltaMemory(
-            of(F32, 16, heads, width, size), *(of(F32, 16, 54, *ring) for ring in rings)
+            state=of(F32, 16, heads, width, size),
+            keys=of(F32, 16, 54, key_heads, width),
+            values=of(F32, 16, 54, heads, size),
+            gates=of(F32, 16, 54, heads, 2),
         )
         for operation in (OPS.delta_rule, OPS.delta_chunks):
             operation(
                 mixed, gates, DeltaRule(of(F32, heads), of(F32, heads), corrects), memory, rows
             )
 
-    def layer(dtype: torch.dtype, *sizes: int) -> None:
+    def layer(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
         heads, key_heads, width, size = sizes
         channels = 2 * key_heads * width + heads * size
         inputs = of(dtype, 20, channels + heads * size)
@@ -370,7 +393,7 @@ def recurrent() -> Launches:
     for dtype in (BF16, F16):
         cases[f"mamba_{NAMES[dtype]}"] = partial(scan, dtype)
         for name, sizes in (("9b", (32, 16, 128, 128)), ("odd", (6, 2, 48, 40))):
-            cases[f"{name}_{NAMES[dtype]}"] = partial(layer, dtype, *sizes)
+            cases[f"{name}_{NAMES[dtype]}"] = partial(layer, dtype, sizes)
     return cases
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,19 @@ def map_tensors(tensors: SamplingTensors, change: Callable[[Tensor], Tensor]) ->
     return replace(tensors, **changed)
 
 
+class SamplesRows(Protocol):
+    """A form of the kernels that draws every row's token."""
+
+    def sample_rows(
+        self,
+        logits: Tensor,
+        draft: Tensor,
+        positions: Tensor,
+        tensors: SamplingTensors,
+        stream: int = STREAM_TARGET,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Case:
     logits: Tensor
@@ -60,14 +73,24 @@ class Case:
     def with_steps(self, steps: Steps) -> SamplingTensors:
         return with_steps(self.tensors, steps, usable_vocab=self.usable_vocab)
 
-    def arguments(self, steps: Steps) -> tuple[Tensor, Tensor, Tensor, SamplingTensors]:
-        return self.logits, self.draft, self.positions, self.with_steps(steps)
+    def sample(
+        self, ops: SamplesRows, steps: Steps, stream: int = STREAM_TARGET
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens and flags that a form's sampler draws with some steps."""
+        return ops.sample_rows(
+            self.logits, self.draft, self.positions, self.with_steps(steps), stream
+        )
 
     def only(self, slots: list[int]) -> Case:
         """Return the case of some slots, in another order."""
         tensors = map_tensors(self.tensors, lambda tensor: tensor[slots])
-        rows = (self.logits[slots], self.draft[slots], self.positions[slots])
-        return Case(*rows, tensors, self.usable_vocab)
+        return Case(
+            self.logits[slots],
+            self.draft[slots],
+            self.positions[slots],
+            tensors,
+            self.usable_vocab,
+        )
 
 
 def random_case(
@@ -141,8 +164,8 @@ def slot_count(form: Form, interpreted_count: int) -> int:
 def assert_same_draws(form: Form, case: Case, steps: Steps) -> Tensor:
     """Assert a form's tokens and flags equal the reference's, except where a last bit of noise
     decides."""
-    sampled, finite = form.ops.sample_rows(*case.arguments(steps))
-    expected, expected_finite = sampling.sample_rows(*case.arguments(steps))
+    sampled, finite = case.sample(form.ops, steps)
+    expected, expected_finite = case.sample(sampling, steps)
     assert sampled.dtype == torch.int64 and finite.dtype == torch.bool
     assert torch.equal(finite, expected_finite)
     if not torch.equal(sampled, expected):

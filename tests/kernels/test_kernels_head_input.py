@@ -56,10 +56,9 @@ def test_pairs_equal_their_definition(
         rows = SimpleNamespace(positions=positions.to(device), width=width, states=rings)
         tokens = tokens.to(device)
         norm = PairNorms(norms[0], norms[1], EPSILON, masked=masked, hidden_first=hidden_first)
-        arguments = (tokens, table, rows, norm)
-        out, nothing = op.head_input(*arguments)
+        out, nothing = op.head_input(tokens, table, rows, norm)
         assert nothing is None
-        again, stored_states = op.head_input(*arguments, keeps_state=True)
+        again, stored_states = op.head_input(tokens, table, rows, norm, keeps_state=True)
         assert (
             torch.equal(again, out)
             and stored_states.shape == (len(tokens), size)
@@ -122,9 +121,16 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, siz
                             expected_pages[int(kv_slots[s, i]) // PAGE] = rows[s, i]
         if len({int(k) for k in kv_slots.flatten() if k}) < int((kv_slots > 0).sum()):
             continue  # two slots share a page here, which no round does while it writes
-        places = [t.to(device) for t in (states, page_states)]
-        window = Rows(*(t.to(device) for t in (positions, positions, valid, kv_slots)))
-        op.keep_states(rows.to(device) if device != "cpu" else rows, window, *places, PAGE)
-        assert torch.equal(places[0][:, :DEPTH].cpu(), expected[:, :DEPTH])
-        assert torch.equal(places[1][1:].cpu(), expected_pages[1:])
+        states = states.to(device)
+        page_states = page_states.to(device)
+        window = Rows(
+            token_ids=positions.to(device),
+            positions=positions.to(device),
+            valid=valid.to(device),
+            kv_slots=kv_slots.to(device),
+        )
+        hidden = rows.to(device) if device != "cpu" else rows
+        op.keep_states(hidden, window, states, page_states, PAGE)
+        assert torch.equal(states[:, :DEPTH].cpu(), expected[:, :DEPTH])
+        assert torch.equal(page_states[1:].cpu(), expected_pages[1:])
     assert ends, "no page ended: the test saw nothing"

@@ -271,9 +271,14 @@ def test_experts_equal_their_definition(
         results = 2 - form.native
 
         def run(
-            *arguments: Tensor, prepared_weights: Any = prepared_layer, results: int = results
+            x: Tensor,
+            ids: Tensor,
+            weights: Tensor,
+            stream: Tensor,
+            prepared_weights: Any = prepared_layer,
+            results: int = results,
         ) -> tuple[Tensor, ...]:
-            return form.ops.experts(*arguments[:3], prepared_weights, arguments[3])[:results]
+            return form.ops.experts(x, ids, weights, prepared_weights, stream)[:results]
 
         if form.native:  # what is inside is rounded before the second product
             allowed = 3 * ROUNDED * onto.abs().max()
@@ -332,10 +337,11 @@ def test_a_row_does_not_see_where_others_go(chunk: bool, dtype: torch.dtype) -> 
         other_rows = case(dtype, seed)
         for row in range(0, 32, 5):
             place = (row + seed) % rows
-            mixed = [theirs[:rows].clone() for theirs in other_rows]
-            for theirs, ours in zip(mixed, (x, ids, weights), strict=True):
-                theirs[place] = ours[row]
-            result = way(*mixed)
+            mixed_x, mixed_ids, mixed_weights = (theirs[:rows].clone() for theirs in other_rows)
+            mixed_x[place] = x[row]
+            mixed_ids[place] = ids[row]
+            mixed_weights[place] = weights[row]
+            result = way(mixed_x, mixed_ids, mixed_weights)
             assert torch.equal(
                 result[place], expected_rows.setdefault((rows, row), result[place])
             ), (

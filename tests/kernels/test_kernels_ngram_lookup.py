@@ -81,7 +81,12 @@ def look_up(
     before = [tensor.clone() for tensor in state[:3]]
     slot_tensors = [tensor[: len(texts)] for tensor in state]
     op.ngram_lookup(
-        round_state(**dict(zip(NAMES, slot_tensors, strict=True))), k, *sizes, bound, over
+        round_state(**dict(zip(NAMES, slot_tensors, strict=True))),
+        k,
+        ngram_min=sizes[0],
+        ngram_max=sizes[1],
+        bound=bound,
+        keep_drafts=over,
     )
     assert all(torch.equal(now, then) for now, then in zip(state[:3], before, strict=True))
     drafts, counts, matches = (tensor.tolist() for tensor in state[3:])
@@ -103,7 +108,7 @@ def expected(
     match = MATCH if text is None else size if size >= sizes[0] else 0
     if over and match <= 0:
         return [THERE] * k, COUNT, match
-    drafts = [] if text is None else search(text, k, *sizes)
+    drafts = [] if text is None else search(text, k, sizes[0], sizes[1])
     return drafts + [0] * (k - len(drafts)), len(drafts), match
 
 

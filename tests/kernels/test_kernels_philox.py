@@ -54,11 +54,12 @@ def test_bits_are_the_same_integers_and_noise_is_the_same_to_a_last_bit(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     seed = torch.randint(-(2**63), 2**63 - 1, (2, 3), generator=generator).to(device)
-    arguments = (seed, torch.randint(2**33, (2, 3), generator=generator).to(device), stream, vocab)
-    assert torch.equal(noise_triton.random_bits(*arguments), philox.random_bits(*arguments))
-    torch.testing.assert_close(
-        noise_triton.gumbel(*arguments), philox.gumbel(*arguments), rtol=3e-7, atol=3e-7
-    )
+    positions = torch.randint(2**33, (2, 3), generator=generator).to(device)
+    bits = noise_triton.random_bits(seed, positions, stream, vocab)
+    assert torch.equal(bits, philox.random_bits(seed, positions, stream, vocab))
+    noise = noise_triton.gumbel(seed, positions, stream, vocab)
+    expected = philox.gumbel(seed, positions, stream, vocab)
+    torch.testing.assert_close(noise, expected, rtol=3e-7, atol=3e-7)
 
 
 @triton.jit

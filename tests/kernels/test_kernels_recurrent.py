@@ -8,6 +8,7 @@ again. Outputs, states and what the rings keep of committed tokens must be the s
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -67,7 +68,7 @@ class Layer:
         generator = torch.Generator().manual_seed(7)
 
         def draw(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, generator=generator).to(device)
+            return torch.randn(sizes, generator=generator).to(device)
 
         def nothing(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((slots, *sizes), float("nan"), dtype=dtype, device=device)
@@ -83,9 +84,12 @@ class Layer:
         self.bias = draw(s.channels) if bias else None
         self.rule = DeltaRule(draw(s.heads), draw(s.heads), s.corrects)
         self.ring = nothing(s.depth, s.channels, dtype=dtype)
-        rings = ((s.key_heads, s.width), (s.heads, s.size), (s.heads, 2))
-        state_rings = (nothing(s.depth, *ring) for ring in rings)
-        self.memory = DeltaMemory(nothing(s.heads, s.width, s.size), *state_rings)
+        self.memory = DeltaMemory(
+            state=nothing(s.heads, s.width, s.size),
+            keys=nothing(s.depth, s.key_heads, s.width),
+            values=nothing(s.depth, s.heads, s.size),
+            gates=nothing(s.depth, s.heads, 2),
+        )
         self.applied = torch.zeros(slots, dtype=torch.long, device=device)
 
     def inputs(self, rows: int, seed: int = 0) -> Tensor:
@@ -94,14 +98,14 @@ class Layer:
         drawn = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
         return drawn.to(self.device, self.dtype)
 
-    def rows(self, *runs: tuple[int, int, int, int, int]) -> Segments:
+    def rows(self, runs: Sequence[tuple[int, int, int, int, int]]) -> Segments:
         """Return segments of (slot, first, count, start, keep)."""
         return Segments(torch.tensor(runs, device=self.device).T.contiguous(), self.applied)
 
     def run(self, x: Tensor, *runs: tuple[int, int, int, int, int]) -> Tensor:
         """Return the output [T, heads * size] of rows x [T, ...] in (slot, first, count, start,
         keep)."""
-        rows = self.rows(*runs)
+        rows = self.rows(runs)
         s = self.shape
         values = s.heads * s.size
         mixed = self.kernels.short_conv(x[:, : s.channels], self.weight, self.bias, self.ring, rows)
@@ -111,7 +115,7 @@ class Layer:
             if count:
                 self.applied[slot] = keep
         opening = x[:, s.channels : s.channels + values]
-        out = out if s.corrects else out.view(len(out), *self.norm.shape)
+        out = out if s.corrects else out.view((len(out), *self.norm.shape))
         return self.kernels.gated_norm(out, opening, self.norm, 1e-6, not s.corrects)
 
 
@@ -220,7 +224,7 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
     normed = torch.stack(out)
     opened = (gate * gate.sigmoid()).view(len(x), s.heads, s.size)
     if not s.corrects:  # Mamba-2 gates before the norm, which is a group's
-        normed = (normed * opened).view(len(x), *layer.norm.shape)
+        normed = (normed * opened).view((len(x), *layer.norm.shape))
     normed = normed / (normed.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm.double()
     return (normed * opened if s.corrects else normed).flatten(1)
 
@@ -246,7 +250,7 @@ def test_a_convolution_may_stand_alone(form: Form) -> None:
     """Without its silu, as LFM2's; a row of no run is zeros."""
     layer = Layer(Shape(1, 1, 5, 7, taps=3, depth=20), form, form.dtypes[0], 1, True)
     x = layer.inputs(9)[:, : layer.shape.channels]
-    rows = layer.rows((0, 1, 8, 0, 0))
+    rows = layer.rows([(0, 1, 8, 0, 0)])
     result = form.ops.short_conv(x, layer.weight, layer.bias, layer.ring, rows, silu=False)
     before = torch.cat((x.new_zeros(2, x.shape[1]), x[1:])).double()
     expected = layer.bias + sum(before[t : t + 8] * layer.weight[t] for t in range(3))
@@ -313,9 +317,11 @@ class Prompt:
         layer = self.layer
         layer.applied[slot] = 0
         for begin, end in zip((0, *cuts), (*cuts, len(self.mixed)), strict=True):
-            rows = layer.rows((slot, 0, end - begin, begin, end))
-            arguments = (self.mixed[begin:end], self.gates[begin:end], layer.rule)
-            results.append(getattr(layer.kernels, operation)(*arguments, layer.memory, rows))
+            rows = layer.rows([(slot, 0, end - begin, begin, end)])
+            mixed = self.mixed[begin:end]
+            gates = self.gates[begin:end]
+            step = getattr(layer.kernels, operation)
+            results.append(step(mixed, gates, layer.rule, layer.memory, rows))
             layer.applied[slot] = end
         return torch.cat(results), layer.memory.state[slot].clone()
 
@@ -358,8 +364,8 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -
         torch.cat((b[:1], a, b[:1], b[:40]))
         for a, b in ((other.mixed, prompt.mixed), (other.gates, prompt.gates))
     )
-    arguments = (mixed, gates, layer.rule, layer.memory, layer.rows(*runs))
-    results = layer.kernels.delta_chunks(*arguments)
+    rows = layer.rows(runs)
+    results = layer.kernels.delta_chunks(mixed, gates, layer.rule, layer.memory, rows)
     assert torch.equal(results[1 : count + 1], other_expected) and torch.equal(
         layer.memory.state[2], behind
     )

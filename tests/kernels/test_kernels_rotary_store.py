@@ -38,14 +38,16 @@ class Inputs:
     rank: int | None = None
 
     def cast(self, dtype: torch.dtype) -> Inputs:
-        cos, sin, *places = vars(self.turning).values()
         weight = None if self.weight is None else self.weight.to(dtype)
-        turning = RotatedRows(cos.to(dtype), sin.to(dtype), *places)
+        cos = self.turning.cos.to(dtype)
+        turning = replace(self.turning, cos=cos, sin=self.turning.sin.to(dtype))
         return replace(self, wide=self.wide.to(dtype), turning=turning, weight=weight)
 
     def of(self, rows: slice) -> Inputs:
-        cos, sin, *places = vars(self.turning).values()
-        turning = RotatedRows(cos, sin, *(column[rows] for column in places))
+        assert self.turning.positions is not None
+        positions = self.turning.positions[rows]
+        kv_slots = self.turning.kv_slots[rows]
+        turning = replace(self.turning, positions=positions, kv_slots=kv_slots)
         return replace(self, wide=self.wide[rows], turning=turning)
 
     def run(self, form: Form | None) -> list[Tensor]:
@@ -71,7 +73,10 @@ class Inputs:
 
     def _call(self, form: Form, pools: list[Tensor]) -> Tensor:
         if self.rank:
-            return form.ops.latent_store(*self._split(), self.turning, self.weight, EPSILON, *pools)
+            query, latent = self._split()
+            return form.ops.latent_store(
+                query, latent, self.turning, self.weight, EPSILON, pools[0]
+            )
         weight = self.weight.float() if form.native and self.weight is not None else self.weight
         return form.ops.rotary_store(self.wide, self.turning, weight, EPSILON, pools, self.heads)
 
@@ -119,8 +124,12 @@ def make(
     turning = RotatedRows(cos, sin, positions.to(form.device), slots.to(form.device))
     width = 3 + heads[0] * (7 + size) + rank + size if rank else (heads[0] + 2 * heads[1]) * size
     shape = (rank,) if rank else (sum(heads), size)
-    weight = (normal(*shape, seed=6).abs() + 0.5).to(form.device) if normed else None
-    return Inputs(normal(rows, width, seed=5).to(form.device), turning, weight, *heads, size, rank)
+    weight = None
+    if normed:
+        generator = torch.Generator().manual_seed(6)
+        weight = (torch.randn(shape, generator=generator).abs() + 0.5).to(form.device)
+    wide = normal(rows, width, seed=5).to(form.device)
+    return Inputs(wide, turning, weight, heads[0], heads[1], size, rank)
 
 
 CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [

@@ -146,9 +146,11 @@ def check(
         if accepted_drafts is None
         else torch.tensor(accepted_drafts, device=state["draft"].device)
     )
-    rows = (cut.pop("sampled"), cut.pop("finite"), accepted)
-    counts = cut.pop("generated")
-    op.round_commit(round_state(**cut), window, *rows, counts if counted else None)
+    sampled = cut.pop("sampled")
+    finite = cut.pop("finite")
+    generated = cut.pop("generated")
+    counts = generated if counted else None
+    op.round_commit(round_state(**cut), window, sampled, finite, accepted, counts)
     for name, tensor in expected.items():
         assert name == "times" or torch.equal(state[name].cpu(), tensor), name
     return met

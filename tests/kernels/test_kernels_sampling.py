@@ -28,7 +28,7 @@ from tests.kernels.sampling_cases import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of inf - inf
 
-GREEDY = Steps(*[False] * 5)
+GREEDY = Steps(noise=False, truncation=False, penalties=False, bias=False, min_length=False)
 TRUNCATED = replace(PLAIN, truncation=True)
 
 
@@ -102,7 +102,7 @@ def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
     sampled = assert_same_draws(form, broken, steps).flatten()
     assert sampled[[0, 1, 2, 4, 5]].tolist() == [57, 3, 0, 20, 44 if steps.noise else 45]
     right = [False, False, False, True, False, not steps.noise, True]
-    assert form.ops.sample_rows(*broken.arguments(steps))[1].flatten().tolist() == right
+    assert broken.sample(form.ops, steps)[1].flatten().tolist() == right
     for heat in (
         (tensors.temperature, torch.zeros_like(tensors.temperature)) if not form.native else ()
     ):
@@ -133,7 +133,7 @@ def test_a_row_is_the_same_alone_and_among_others(
             if form.native
             else [form.ops.row_distributions(case.logits, case.draft, case.with_steps(steps))]
         )
-        return [*form.ops.sample_rows(*case.arguments(steps)), *law]
+        return [*case.sample(form.ops, steps), *law]
 
     expected = run(case)
     for threads in (1, 2, 3) if form.native else (1,):
@@ -162,9 +162,10 @@ def test_nothing_that_varies_chooses_the_program() -> None:
 
 def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
     """Assert zeros and NaN in the same places, and other values equal to float32's accuracy."""
-    logits, arguments = case.logits.clone(), (case.logits, case.draft, case.with_steps(steps))
-    result = form.ops.row_distributions(*arguments)
-    expected = sampling.row_distributions(*arguments)
+    logits = case.logits.clone()
+    tensors = case.with_steps(steps)
+    result = form.ops.row_distributions(case.logits, case.draft, tensors)
+    expected = sampling.row_distributions(case.logits, case.draft, tensors)
     assert torch.equal(case.logits.nan_to_num(7), logits.nan_to_num(7)), "the logits were changed"
     assert result.dtype == torch.float32 and result.shape == case.logits.shape
     assert torch.equal(result == 0, expected == 0)
@@ -234,7 +235,7 @@ def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
     tensors = replace(case.tensors, temperature=heat)
     steps = replace(PLAIN, noise=noise)
     case = replace(case, logits=logits, tensors=tensors, usable_vocab=300)
-    drawn, finite = form.ops.sample_rows(*case.arguments(steps))
+    drawn, finite = case.sample(form.ops, steps)
     assert drawn[[0, 1, 3], [0, 1, 0]].tolist() == [63, 75, 140] and finite.all()
     law = assert_same_laws(form, case, steps)
     certain = torch.zeros_like(law).scatter_(-1, drawn[..., None], 1.0)
@@ -252,7 +253,7 @@ def test_a_draft_stream_has_its_own_draws(device: str) -> None:
     seen = []
     for stream in (0, row_stream(STREAM_DRAFT, 0), row_stream(STREAM_DRAFT, 1)):
         for steps in (PLAIN, TRUNCATED):
-            sampled, _ = sampling_triton.sample_rows(*case.arguments(steps), stream)
-            assert torch.equal(sampled, sampling.sample_rows(*case.arguments(steps), stream)[0])
+            sampled, _ = case.sample(sampling_triton, steps, stream)
+            assert torch.equal(sampled, case.sample(sampling, steps, stream)[0])
         seen.append(tuple(sampled.flatten().tolist()))
     assert len(set(seen)) == 3

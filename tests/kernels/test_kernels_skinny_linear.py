@@ -182,14 +182,10 @@ def test_row_operations_equal_their_definition(
             squares.sum(1), scaled.float().square().sum(1), rtol=1e-5, atol=0
         )
         normed = o.x.double() * torch.rsqrt(o.x.double().square().mean(-1, keepdim=True) + EPSILON)
-        arguments = (o.x, o.squares, o.scale, EPSILON)
         right = normed * o.scale.double()
-        near(
-            rows_twin.rms_norm_rows(*arguments),
-            right,
-            plain := rows_reference.rms_norm_rows(*arguments),
-            slack=2,
-        )
+        result = rows_twin.rms_norm_rows(o.x, o.squares, o.scale, EPSILON)
+        plain = rows_reference.rms_norm_rows(o.x, o.squares, o.scale, EPSILON)
+        near(result, right, plain, slack=2)
         if dtype == torch.float32:
             torch.testing.assert_close(plain.double(), right, rtol=1e-5, atol=1e-5)
         if dtype in dtypes and h < 1000:
@@ -263,8 +259,7 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
     def normed(
         form: Callable[..., Any], weight: AnyWeight, bias: Tensor | None
     ) -> Callable[..., Any]:
-        arguments = (weight, bias, workspace)
-        return lambda x, _: form(x, *arguments, Norm(squares_of(x, 3), EPSILON))
+        return lambda x, _: form(x, weight, bias, workspace, Norm(squares_of(x, 3), EPSILON))
 
     bias = o.bias
     pair_bias = o.pair_bias
@@ -441,9 +436,9 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
             results if n % 2 else [*results, ops.norm_gate_up(part, weight, None, None, norms[-1])]
         )
 
+    rows_alone = [products(slice(i, i + 1)) for i in range(130)]
     alone = [
-        torch.cat(parts)
-        for parts in zip(*(products(slice(i, i + 1)) for i in range(130)), strict=True)
+        torch.cat([results[index] for results in rows_alone]) for index in range(len(rows_alone[0]))
     ]
     for rows in (2, 5, 16, 17, 31, 32, 33, 40, 64, 65, 100, 128, 130):
         for single, together in zip(alone, products(slice(0, rows)), strict=True):
@@ -504,19 +499,34 @@ def drawn(
     zeros = torch.zeros_like(draw.temperature)
     none = torch.zeros_like(draw.seed)
     logits = logits.view(slots, -1, logits.shape[-1])
-    numbers = (draw.temperature, zeros + 1, zeros, zeros + 1, zeros, zeros, none, draw.seed)
-    history = (None, None, None, none[:, None], none, None)
-    tensors = SamplingTensors(*numbers, *history, True, False, draw.usable_vocab)
-    rows = torch.arange(logits.shape[1], device=x.device)
-    arguments = (
-        none[:, None].expand(slots, len(rows) - 1),
-        draw.first[:, None] + draw.step + rows,
-        tensors,
+    tensors = SamplingTensors(
+        temperature=draw.temperature,
+        top_p=zeros + 1,
+        min_p=zeros,
+        repetition_penalty=zeros + 1,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        top_k=none,
+        seed=draw.seed,
+        bias=None,
+        in_prompt=None,
+        generated=None,
+        stop_ids=none[:, None],
+        length=none,
+        min_length=None,
+        noise=True,
+        truncation=False,
+        usable_vocab=draw.usable_vocab,
     )
-    for full, fused in zip(
-        sampling_triton.sample_rows(logits, *arguments), (token, finite), strict=True
-    ):
-        assert torch.equal(full.flatten(), fused)
+    rows = torch.arange(logits.shape[1], device=x.device)
+    full_token, full_finite = sampling_triton.sample_rows(
+        logits,
+        draft=none[:, None].expand(slots, len(rows) - 1),
+        positions=draw.first[:, None] + draw.step + rows,
+        tensors=tensors,
+    )
+    assert torch.equal(full_token.flatten(), token)
+    assert torch.equal(full_finite.flatten(), finite)
     plain, plain_finite = reference.head_sample(x, weight, draw, head_ids)
     assert torch.equal(plain_finite, finite)
     assert x.dtype != torch.float32 or torch.equal(plain[finite], token[finite])
