@@ -81,13 +81,11 @@ class Tape:
         @functools.wraps(operation)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.lasting is not None:
-                free = (
-                    4 if (name, self.form) == ("ngram_lookup", "torch") else -1
-                )  # the host's upper bounds
-                words = [self._words(value) for i, value in enumerate(args) if i != free]
-                self.calls.append(
-                    (name, [*words, *((key, self._words(v)) for key, v in kwargs.items())])
-                )
+                # A length's upper bound, which the host computes, differs between runs.
+                skipped = "bound" if (name, self.form) == ("ngram_lookup", "torch") else None
+                words = [self._words(value) for value in args]
+                words += [(key, self._words(v)) for key, v in kwargs.items() if key != skipped]
+                self.calls.append((name, words))
             return operation(*args, **kwargs)
 
         return call
@@ -121,8 +119,16 @@ class RoundOfNow(Round):
 
     stand_in: StandIn
 
-    def run(self, k: int, views: Sequence[SlotView], *arguments: Any) -> Any:
-        return super().run(k, self.stand_in.views[: len(views)], *arguments)
+    def run(
+        self,
+        k: int,
+        views: Sequence[SlotView],
+        needs: Any,
+        num_logprobs: int | None,
+        next_k: int,
+    ) -> Any:
+        current_views = self.stand_in.views[: len(views)]
+        return super().run(k, current_views, needs, num_logprobs, next_k)
 
 
 class StandIn(CapturedRounds):

@@ -48,23 +48,22 @@ WAITS = (
 """Functions that wait for devices, streams or events, or query them."""
 
 
-def _overloads(*names: str) -> frozenset[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in names]
+def _overloads(names: str) -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in names.split()]
     return frozenset(
         getattr(packet, overload) for packet in packets for overload in packet.overloads()
     )
 
 
 ASK = _overloads(
-    *("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy"),
-    *("argwhere", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
-    "repeat_interleave",
+    "item _local_scalar_dense is_nonzero equal allclose nonzero nonzero_numpy argwhere "
+    "masked_select _unique2 unique_dim unique_consecutive bincount repeat_interleave"
 ) | {torch.ops.aten.where.default}
 """Operations whose result, or its shape, the host reads.
 
 Compound ones are seen undivided in a round.
 """
-INDEX = _overloads("index", "index_put", "index_put_", "_index_put_impl_")
+INDEX = _overloads("index index_put index_put_ _index_put_impl_")
 
 
 class HostWatch:
@@ -82,16 +81,19 @@ class HostWatch:
         watch = self
 
         @functools.wraps(original)
-        def run(self: Round, k: int, views: Any, *arguments: Any) -> Any:
+        def run(
+            self: Round, k: int, views: Any, needs: Any, num_logprobs: int | None, next_k: int
+        ) -> Any:
             if self.kernels.name not in watch.forms:
-                return original(self, k, views, *arguments)
+                return original(self, k, views, needs, num_logprobs, next_k)
             watch.rounds += 1
-            watch._programs[program := (self, k, *arguments)] += 1
+            program = (self, k, needs, num_logprobs, next_k)
+            watch._programs[program] += 1
             watch.running = True
             try:
                 # Operations are looked at in two rounds of each program: that takes a tenth of their time.
                 with _Operations(watch) if watch._programs[program] <= 2 else nullcontext():
-                    return original(self, k, views, *arguments)
+                    return original(self, k, views, needs, num_logprobs, next_k)
             finally:
                 watch.running = False
 

@@ -143,7 +143,7 @@ class RuleEnumeration(Enumeration):
             mock.patch.object(draft_verify, "acceptance_uniforms", lambda *_: passing),
             mock.patch.object(draft_verify, "draw_last", draw_last),
         ):
-            before = self.launch(k, self.prepare(self.needs, k), next_k)
+            was_active, old_length = self.launch(k, self.prepare(self.needs, k), next_k)
         tested = torch.arange(k) < self.emitted[:, 1, None]
         chances = (
             torch.where(pattern, passing.chances, 1 - passing.chances) if k else pattern.double()
@@ -157,7 +157,7 @@ class RuleEnumeration(Enumeration):
         if not case.drawn:
             for i in range(k):
                 self.weights *= self.draft_distribution[self.runner.contexts[:, i], draft[:, i]]
-        self._check_bookkeeping(k, *before)
+        self._check_bookkeeping(k, was_active, old_length)
 
     def prepare(self, needs: SamplingSteps, k: int) -> SamplingSteps:
         """Return the sampling steps of the next round; called before each."""

@@ -186,10 +186,11 @@ def stops_in_last_row_only(decide: Any, sampled: Tensor, *others_: Tensor) -> tu
 
 
 def read_a_column_late(
-    engine: Any, sequence: Any, row: list[int], *arguments: Any, apply=Engine._apply
+    engine: Any, sequence: Any, row: list[int], result: Any, now: float, apply=Engine._apply
 ) -> None:
     """Read the samples of an emission from one column later."""
-    apply(engine, sequence, [*row[:EMISSION_HEAD], *row[EMISSION_HEAD + 1 :]], *arguments)
+    later_row = [*row[:EMISSION_HEAD], *row[EMISSION_HEAD + 1 :]]
+    apply(engine, sequence, later_row, result, now)
 
 
 def ring_of_one(patch: Patch) -> None:
@@ -221,10 +222,17 @@ def kept_whatever_they_are(window: Any, a: Arguments) -> Any:
 
 
 @instead(round_window, "kv_slots")
-def kv_one_off(kv_slots: Any, table: Tensor, positions: Tensor, *arguments: Any) -> Tensor:
+def kv_one_off(
+    kv_slots: Any,
+    table: Tensor,
+    positions: Tensor,
+    valid: Tensor,
+    page_size: int,
+    trash_slot: int,
+) -> Tensor:
     """Shift the rows after a window's first, beyond every prompt; plain decoding has none."""
     later = (torch.arange(positions.shape[1]) > 0) & (positions >= 16)
-    return kv_slots(table, positions + later.long(), *arguments)
+    return kv_slots(table, positions + later.long(), valid, page_size, trash_slot)
 
 
 def first_row_only(**step: Any) -> Mutation:
@@ -293,9 +301,11 @@ draft_noise_off = around(
 
 
 @instead(Sampler, "draw_draft")
-def draft_without_temperature(draw: Any, sampler: Sampler, *args: Any) -> Tensor:
+def draft_without_temperature(
+    draw: Any, sampler: Sampler, runner: Any, hidden: Tensor, step: int, needs: Any
+) -> Tensor:
     with mock.patch.dict(sampler.numbers, temperature=sampler.numbers["temperature"].sign()):
-        return draw(sampler, *args)
+        return draw(sampler, runner, hidden, step, needs)
 
 
 def drafts_one_column_late(window: Any, a: Arguments) -> Any:

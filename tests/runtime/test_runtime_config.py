@@ -185,12 +185,12 @@ def test_a_gpu_too_old_for_tritons_kernels_runs_torchs(
     capability: tuple[int, int], kernels: str
 ) -> None:
     pytest.importorskip("triton")
-    arguments: tuple[Any, ...] = (Machine("cuda", 2**30, capability), "float16", ())
-    chosen, reason = choose_kernels("auto", *arguments)
+    machine = Machine("cuda", 2**30, capability)
+    chosen, reason = choose_kernels("auto", machine, "float16", ())
     assert chosen == kernels and ("sm_80, and this one is sm_75" in reason) == (kernels == "torch")
     if kernels == "torch":
         with pytest.raises(IncompatibleError, match="--kernels triton"):
-            choose_kernels("triton", *arguments)
+            choose_kernels("triton", machine, "float16", ())
 
 
 @pytest.mark.parametrize("draft_max", [0, 1, 3, 4, 7, 8, 31])

@@ -127,7 +127,7 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
 def convert(change: changes.Change, original: torch.Tensor) -> list[torch.Tensor]:
     """Apply the converter's change to a tensor, by its description."""
     if isinstance(change, changes.PermutedHeads):
-        heads = original.reshape(change.heads, 2, -1, *original.shape[1:])
+        heads = original.reshape((change.heads, 2, -1, *original.shape[1:]))
         return [torch.stack((heads[:, 0], heads[:, 1]), dim=2).reshape(original.shape)]
     if isinstance(change, changes.ShiftedNorm):
         return [original + 1]
@@ -136,7 +136,7 @@ def convert(change: changes.Change, original: torch.Tensor) -> list[torch.Tensor
     if isinstance(change, changes.TiledHeads):
         count = change.keys * change.per_key
         rows = original.movedim(change.dim, 0)
-        heads_in_rows = rows[change.first :].reshape(count, change.width, *rows.shape[1:])
+        heads_in_rows = rows[change.first :].reshape((count, change.width, *rows.shape[1:]))
         order = [
             key * change.per_key + i for i in range(change.per_key) for key in range(change.keys)
         ]
@@ -203,11 +203,11 @@ def test_values_are_rounded_once_to_the_run_s_dtype(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "a.gguf", "Q6_K")
     folder = write_folder(file, tmp_path / "folder")
     prompt = random_prompts(1, 40, 300, seed=1)[0]
-    narrow = [
+    of_file, of_folder = (
         compute_logits(make_engine(path, dtype="bfloat16", kernels="torch"), prompt)
         for path in (file, folder)
-    ]
-    assert torch.equal(*narrow)
+    )
+    assert torch.equal(of_file, of_folder)
 
 
 def test_ranges_of_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,8 +175,9 @@ def dequantize_experts(tensors: dict[str, torch.Tensor]) -> None:
     convert = importlib.import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors
     for name in [name for name in tensors if name.endswith("_blocks")]:
         tensor_name = name.removesuffix("_blocks")
-        pair = (tensors.pop(name), tensors.pop(name[:-6] + "scales"))
-        tensors[tensor_name] = convert(*pair, dtype=torch.float32).contiguous()
+        blocks = tensors.pop(name)
+        scales = tensors.pop(name[:-6] + "scales")
+        tensors[tensor_name] = convert(blocks, scales, dtype=torch.float32).contiguous()
 
 
 def test_gpt_oss_stays_packed_and_equals_transformers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ NAMES = ("<tool_call>", "</tool_call>", "plain", "[X]")
 WORDS = 288
 
 
-def opened(folder: Path, config: dict[str, Any] | None = None, *names: str) -> Tokenizer:
+def opened(
+    folder: Path, config: dict[str, Any] | None = None, names: Sequence[str] = ()
+) -> Tokenizer:
     """Return a tokenizer of the 256 bytes, `<|end|>` and added tokens that are not special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
@@ -81,7 +84,7 @@ TEXTS = (*NAMES, "<|end|>", "a</tool_call>b", "<<tool_call>>", "</tool_call><|en
 def test_names_of_control_tokens_are_written_by_ordinary_ones(
     tmp_path: Path, kind: str, text: str
 ) -> None:
-    tokenizer = opened(tmp_path, None, *NAMES)
+    tokenizer = opened(tmp_path, names=NAMES)
     grammars = {
         "key": GrammarSpec("schema", json.dumps(one_key(text))),
         "enum": GrammarSpec("schema", json.dumps({"enum": [text]})),
@@ -98,7 +101,7 @@ def test_names_of_control_tokens_are_written_by_ordinary_ones(
 
 
 def test_control_tokens_in_a_lark_grammar_are_tokens(tmp_path: Path) -> None:
-    tokenizer = opened(tmp_path, None, *NAMES)
+    tokenizer = opened(tmp_path, names=NAMES)
     assert walk(tokenizer, GrammarSpec("lark", 'start: <tool_call> "a" <[257]> </tool_call>')) == [
         MARK,
         *tokenizer.encode("a"),
@@ -174,7 +177,7 @@ def test_where_the_tokenizer_fails_the_longest_tokens_write_a_text(
 ) -> None:
     from spd.errors import IncompatibleError
 
-    tokenizer = opened(tmp_path, None, *NAMES)
+    tokenizer = opened(tmp_path, names=NAMES)
 
     def fail(text: str) -> list[int]:
         raise IncompatibleError(text)

@@ -123,7 +123,10 @@ def story(runs: list[Run]) -> list[tuple[object, object, object]]:
 
 QUICK = {"off": 0, "ngram": 3, "draft": 1, "draft+ngram": 3, "one": 1}
 OTHERS = {"ngram": 1, "draft": 3, "draft+ngram": 1, "one": 3, "eagle": 3}
-CASES = [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS.items())]
+CASES = [
+    *QUICK.items(),
+    *(pytest.param(method, k, marks=pytest.mark.slow) for method, k in OTHERS.items()),
+]
 
 
 @pytest.mark.covers(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,12 @@ def poison(engine: Engine) -> None:
 
 
 def check_hits(
-    pairs: Pairs, form: str, method: str, temperature: float, *lengths: int, **options: Any
+    pairs: Pairs,
+    form: str,
+    method: str,
+    temperature: float,
+    lengths: Sequence[int],
+    **options: Any,
 ) -> None:
     """Assert that hits equal misses for a prompt again, continued, and as a part of next turns."""
     engines = make_sharing_pair(pairs, form, method, **options)
@@ -99,15 +105,16 @@ def check_hits(
 @pytest.mark.parametrize("form", NATIVE_FIRST)
 def test_a_prefix_hit_equals_a_miss(pairs: Pairs, form: str, method: str) -> None:
     if (form, method) == ("native", "mtp"):
-        check_hits(pairs, form, method, 0.0, *LENGTHS, lag=2, draft_max=4)
+        check_hits(pairs, form, method, 0.0, LENGTHS, lag=2, draft_max=4)
     lengths = LENGTHS[:3] if form == "native" else LENGTHS[1:2]
-    check_hits(pairs, form, method, 1.0, *lengths, lag=1, draft_max=3)
+    check_hits(pairs, form, method, 1.0, lengths, lag=1, draft_max=3)
 
 
 @pytest.mark.parametrize(
     ("form", "method", "lag"),
     [
-        *(pytest.param("native", *case, marks=needs_native) for case in (("mtp", 1), ("draft", 2))),
+        pytest.param("native", "mtp", 1, marks=needs_native),
+        pytest.param("native", "draft", 2, marks=needs_native),
         pytest.param("torch", "ngram", 0, marks=pytest.mark.slow),
     ],
 )
@@ -249,9 +256,9 @@ def test_preempted_texts_continue_from_snapshots(
     starts = list[int]()
     load = SnapshotStore.load
 
-    def record_start(*operands: Any) -> None:
-        starts.append(operands[3])
-        load(*operands)
+    def record_start(self: SnapshotStore, place: int, slot: int, end: int, page: int) -> None:
+        starts.append(end)
+        load(self, place, slot, end, page)
 
     monkeypatch.setattr(SnapshotStore, "load", record_start)
     engine = make_pair_engine(
@@ -307,10 +314,12 @@ def test_a_copy_that_broke_off_is_never_found(
         engine = make_pair_engine(pairs, "torch", "off")
         events = list[Event]()
 
-        def broken(self: SnapshotStore, *arguments: int, limit: int = limit) -> None:
-            if arguments[2] > limit:
+        def broken(
+            self: SnapshotStore, place: int, slot: int, end: int, page: int, limit: int = limit
+        ) -> None:
+            if end > limit:
                 raise MemoryError("no memory")
-            save(self, *arguments)
+            save(self, place, slot, end, page)
 
         engine.add(Request("x", prompt[0], params))
         with monkeypatch.context() as patch:

@@ -30,7 +30,7 @@ from tests.recipes.packed_twin import write_twin, write_twins
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,14 +155,14 @@ def test_every_matrix_equals_its_definition(twin: Path) -> None:
     compared = 0
     with Checkpoint.open(twin) as checkpoint, torch.inference_mode():
         for name, shape in shapes.items():
-            if (
-                module_scheme := config.quantization.module_scheme(name, shape, checkpoint.tensors)
-            ) is not None:
+            module_scheme = config.quantization.module_scheme(name, shape, checkpoint.tensors)
+            if module_scheme is not None:
+                module, scheme = module_scheme
                 scales = tensors[f"{name}_scale_inv"]
                 rows, columns = (torch.arange(size) // BLOCK for size in shape)
                 expected = tensors[name].float() * scales.float()[rows][:, columns]
                 assert torch.equal(
-                    unpack(checkpoint, *module_scheme, shape).dequantize(), expected
+                    unpack(checkpoint, module, scheme, shape).dequantize(), expected
                 ), name
                 partial += scales.shape == (3, 5)
                 compared += 1

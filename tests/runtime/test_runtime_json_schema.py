@@ -442,9 +442,9 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
     reads = list[Any]()
     gather = _SchemaCloser._gather
 
-    def counted(self: _SchemaCloser, node: Any, *arguments: Any) -> None:
+    def counted(self: _SchemaCloser, node: Any, group: Any, visited: set[str]) -> None:
         reads.append(node)
-        gather(self, node, *arguments)
+        gather(self, node, group, visited)
 
     monkeypatch.setattr(_SchemaCloser, "_gather", counted)
     refusal = pytest.raises(UsageError, match="oneOf") if key == "oneOf" else nullcontext()

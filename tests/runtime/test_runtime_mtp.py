@@ -98,7 +98,10 @@ def compare_drafts(plain: PlainDrafter, runs: Runs, max_rounds: int = 1000) -> t
 
 @pytest.mark.parametrize(
     ("name", "k"),
-    [pytest.param(*case, marks=() if case in SHORT else pytest.mark.slow) for case in ALL_CASES],
+    [
+        pytest.param(name, k, marks=() if (name, k) in SHORT else pytest.mark.slow)
+        for name, k in ALL_CASES
+    ],
 )
 def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: int) -> None:
     family = HEADS[name]["family"]
@@ -112,11 +115,10 @@ def test_drafts_are_the_reference_s(heads: Tiny, tmp_path: Path, name: str, k: i
             plain = NemotronMtp(folder, tmp_path / kind)
         else:
             by_library = name in BY_LIBRARY
-            head = (family, modules)
             plain = (
-                LibraryMtp(folder, *head, tmp_path / kind)
+                LibraryMtp(folder, family, modules, tmp_path / kind)
                 if by_library
-                else PlainMtp(folder, *head)
+                else PlainMtp(folder, family, modules)
             )
         engine = make_engine(folder, spec="mtp", draft_max=k, kernels="torch" if k == 1 else "auto")
         wrong, num_compared, rejected = compare_drafts(

@@ -253,7 +253,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 OPERATIONS = "round_commit", "round_window", "draft_step", "committed_window"
 commit, window, step, missed = (partial(fault.operation, name) for name in OPERATIONS)
 verify = fault.verify
-late = ("spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late)
 MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "distribution": {
         "accepted drafts are summed": verify(
@@ -318,7 +317,9 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "text of a batch": {"noise by slot": fault.seed_of_slot},
     "text, greedy": {
         "keys and values one position off": fault.kv_one_off,
-        "samples are read a column late": lambda patch: patch.setattr(*late),
+        "samples are read a column late": lambda patch: patch.setattr(
+            "spd.runtime.engine.engine.Engine._apply", fault.read_a_column_late
+        ),
     },
     "text, late reading": {
         "rounds of a slot's last occupant are read": fault.occupants_look_alike,

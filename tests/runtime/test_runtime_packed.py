@@ -228,15 +228,14 @@ def test_scales_of_activations_are_not_needed(
 
 
 def assert_kernels_equal_copy(
-    folder: Path, way: str, to: Path, kernels: str, *options: int
+    folder: Path, way: str, to: Path, kernels: str, count: int = 6, vocab: int = 256
 ) -> None:
     """Assert that packed codes give the text of the dequantised copy, in float32."""
     twin, plain = write_twins(folder, to, way)
     plan = make_plan(EngineConfig(model=twin, device="cpu", dtype="float32", kernels=kernels))
     assert plan.weights in ("int4", "int8", "e2m1", "e4m3")
-    assert generate_outputs(twin, *options, kernels=kernels) == generate_outputs(
-        plain, *options, kernels="torch"
-    )
+    outputs = generate_outputs(twin, count, vocab, kernels=kernels)
+    assert outputs == generate_outputs(plain, count, vocab, kernels="torch")
 
 
 @needs_compiled
@@ -254,7 +253,7 @@ def test_triton_kernels_equal_the_dequantised_copy(
     helpers.limit_programs(monkeypatch)
     family = "qwen3_moe" if way == "nvfp4" else "qwen3"
     folder = tiny(family, **SIZES, layers=1, vocab=64, tokenizer=False)
-    assert_kernels_equal_copy(folder, way, tmp_path, "triton", 2, 64)
+    assert_kernels_equal_copy(folder, way, tmp_path, "triton", count=2, vocab=64)
 
 
 @needs_compiled
@@ -277,11 +276,13 @@ def test_mtp_heads_in_codes_and_unquantized_draft_the_same(
         not unquantized
     )
     params = [SamplingParams(max_tokens=40, temperature=t, seed=3) for t in (0, 0.8, 1)]
-    work = random_prompts(3, 30, 256), params
+    prompts = random_prompts(3, 30, 256)
     options = {"kernels": "native", "dtype": "float32"}
-    off = run_all(make_engine(twin, spec="off", **options), *work)
+    off = run_all(make_engine(twin, spec="off", **options), prompts, params)
     options |= helpers.PROPOSER_OPTIONS["mtp"]
-    runs, plain_runs = (run_all(make_engine(folder, **options), *work) for folder in (twin, plain))
+    runs, plain_runs = (
+        run_all(make_engine(folder, **options), prompts, params) for folder in (twin, plain)
+    )
     helpers.assert_same_runs(runs, off)
     assert count_accepted(runs) == count_accepted(plain_runs)
 
@@ -297,12 +298,13 @@ def test_a_head_in_codes_is_converted_to_a_separate_folder(tmp_path: Path) -> No
     )
     config = json.loads((head / "config.json").read_text())["transformer_layer_config"]
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    work = random_prompts(2, 30, 256), [SamplingParams(max_tokens=30)] * 2
+    prompts = random_prompts(2, 30, 256)
+    params = [SamplingParams(max_tokens=30)] * 2
     engines = (
         make_engine(twin, **mtp_options, **helpers.PROPOSER_OPTIONS["mtp"])
         for mtp_options in ({}, {"mtp": head})
     )
-    expected, runs = (run_all(engine, *work) for engine in engines)
+    expected, runs = (run_all(engine, prompts, params) for engine in engines)
     helpers.assert_same_runs(runs, expected)
     assert count_accepted(runs) == count_accepted(expected)
 

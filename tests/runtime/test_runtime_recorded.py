@@ -24,9 +24,9 @@ def recorded(engine: Engine) -> RecordedRounds:
     return captured
 
 
-def assert_same_rounds(engine: Engine, written: Engine, *work: Any) -> None:
-    ours = run_all(engine, *work)
-    theirs = run_all(written, *work)
+def assert_same_rounds(engine: Engine, written: Engine, prompts: Any, params: Any) -> None:
+    ours = run_all(engine, prompts, params)
+    theirs = run_all(written, prompts, params)
     assert_same_runs(ours, theirs)
     assert collect_drafts(ours) == collect_drafts(theirs)
 

@@ -59,7 +59,7 @@ class Sums:
         """Return the product in float32, summed in an order that depends on the number of rows."""
         terms = x.float().unsqueeze(1) * self.weight.float()
         cut = (4, 64) if x.shape[0] in self.odd else (64, 4)
-        return terms.view(*terms.shape[:2], *cut).sum(-1).cumsum(-1)[..., -1]
+        return terms.view((*terms.shape[:2], *cut)).sum(-1).cumsum(-1)[..., -1]
 
     def product(self, x: Tensor, tile: int) -> Tensor:
         return self.exact(x).bfloat16()

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,15 +119,24 @@ def stored_of_the_first_drafting(patch: Patch) -> None:
 def last_token(change: Callable[..., Tensor]) -> Mutation:
     """Return a mutation of the last token's distribution; `change` gets the original function."""
     right = draft_verify.last_token_weights
-    return lambda patch: patch.setattr(
-        draft_verify, "last_token_weights", lambda *a: change(right, *a)
-    )
+
+    def changed(
+        target: Tensor,
+        draft_probs: Tensor,
+        draft: Tensor,
+        num_drafts: Tensor,
+        accepted: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
+        return change(right, target, draft_probs, draft, num_drafts, accepted, scale)
+
+    return lambda patch: patch.setattr(draft_verify, "last_token_weights", changed)
 
 
 def block_chances(change: Callable[..., tuple[Tensor, Tensor]]) -> Mutation:
     """Return a mutation of a block's acceptance probabilities and joint ratios."""
     right = draft_verify.block_chances
-    return lambda patch: patch.setattr(draft_verify, "block_chances", lambda *a: change(right, *a))
+    return lambda patch: patch.setattr(draft_verify, "block_chances", partial(change, right))
 
 
 def passed(change: Callable[[Tensor], Tensor]) -> Mutation:
@@ -138,11 +148,15 @@ def passed(change: Callable[[Tensor], Tensor]) -> Mutation:
 
 
 def uncapped(
-    right: Callable[..., tuple[Tensor, Tensor]], *arguments: Tensor
+    right: Callable[..., tuple[Tensor, Tensor]],
+    target: Tensor,
+    draft_probs: Tensor,
+    draft: Tensor,
+    num_drafts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    joint = draft_verify.draft_ratios(*arguments[:3]).cumprod(dim=-1)
+    joint = draft_verify.draft_ratios(target, draft_probs, draft).cumprod(dim=-1)
     joint = torch.cat((torch.ones_like(joint[:, :1]), joint), dim=1).clamp(max=1)
-    return right(*arguments)[0], joint
+    return right(target, draft_probs, draft, num_drafts)[0], joint
 
 
 def unclamped(
@@ -222,7 +236,7 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
     ),
     "the residual is not clamped": (last_token(unclamped), SINGLY),
     "the residual comes from the next row": (
-        last_token(lambda f, p, *r: f(p.roll(-1, 1), *r)),
+        last_token(lambda f, p, q, x, n, a, s: f(p.roll(-1, 1), q, x, n, a, s)),
         SINGLY,
     ),
     "the bonus comes from the last row": (last_token(last_row), SINGLY),
@@ -235,14 +249,12 @@ MUTANTS: dict[str, tuple[Mutation, RuleCase]] = {
         THREE,
     ),
     "a block's residual is not scaled": (
-        last_token(
-            lambda right, *arguments: right(*arguments[:-1], torch.ones_like(arguments[-1]))
-        ),
+        last_token(lambda f, p, q, x, n, a, s: f(p, q, x, n, a, torch.ones_like(s))),
         THREE,
     ),
     "a block's joint ratio is capped at the end only": (block_chances(uncapped), THREE),
     "inner prefixes use the joint ratio": (
-        block_chances(lambda f, *g: (f(*g)[1][:, 1:], f(*g)[1])),
+        block_chances(lambda f, p, q, x, n: (f(p, q, x, n)[1][:, 1:], f(p, q, x, n)[1])),
         THREE,
     ),
     "a shorter block is taken for a whole one": (

@@ -99,8 +99,9 @@ def test_greedy_texts_are_the_plain_ones(
     alone = run_all(engine_of(target, rule, **methods[method]), PROMPTS, [greedy] * 4)
     assert collect_outputs(alone) == collect_outputs(plain)
     drawing = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True)
-    work = [*PROMPTS[2:], *PROMPTS[:2]], [drawing] * 2 + [greedy] * 2
-    alongside_sampled = run_all(engine_of(target, rule, **methods[method]), *work)[2:]
+    prompts = [*PROMPTS[2:], *PROMPTS[:2]]
+    params = [drawing] * 2 + [greedy] * 2
+    alongside_sampled = run_all(engine_of(target, rule, **methods[method]), prompts, params)[2:]
     assert collect_outputs(alongside_sampled) == collect_outputs(plain[:2]) and collect_drafts(
         alongside_sampled
     ) == collect_drafts(alone[:2])
@@ -126,7 +127,11 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
         never(target, methods, "rejection")
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(
-            Sampler, "draw_draft", lambda self, *a: (draw(self, *a) + 1) % self.usable_vocab
+            Sampler,
+            "draw_draft",
+            lambda self, runner, hidden, step, needs: (
+                (draw(self, runner, hidden, step, needs) + 1) % self.usable_vocab
+            ),
         )
         never(target, methods, "block")
     warm = lambda t: dataclasses.replace(t, temperature=t.temperature.where(t.temperature > 0, 1.0))  # noqa: E731

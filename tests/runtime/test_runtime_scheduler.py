@@ -88,7 +88,7 @@ class SchedulerModel(RuleBasedStateMachine):
         if run is not None and run.kind == "chunk":
             assert sequence.prefilled == run.start, "a hit cut a chunk"
         stops = [end for end in sequence.stops if end > before]
-        end = sequence.prefill_end if run is None else min(run.end, before + 4, *stops)
+        end = sequence.prefill_end if run is None else min([run.end, before + 4, *stops])
         self.scheduler.mark_written(sequence, end)
         self.save(sequence, self.scheduler.due_snapshot(sequence, before), sequence.prefilled)
         sequence.active = sequence is not self.scheduler.prefilling

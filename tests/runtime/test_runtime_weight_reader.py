@@ -177,13 +177,13 @@ def test_an_error_of_the_disk_names_the_file(
     """The error names the file, and all threads stop."""
     calls = []
 
-    def read(*arguments: Any) -> int:
+    def read(file: int, views: Any, offset: int) -> int:
         """Read as `preadv` does; fail at one of the calls."""
-        calls.append(arguments)
+        calls.append((file, views, offset))
         if len(calls) == failing:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         time.sleep(0.02)
-        return preadv(*arguments)
+        return preadv(file, views, offset)
 
     monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(CheckpointError, match=r"model-\d\.safetensors: Input/output error"):
@@ -209,7 +209,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     first = iter([disturb])
     monkeypatch.setattr(
-        os, "preadv", lambda *operands: next(first, lambda: None)() or preadv(*operands)
+        os,
+        "preadv",
+        lambda file, views, offset: next(first, lambda: None)() or preadv(file, views, offset),
     )
     words = (
         "was truncated while it was read" if disturbance == "truncate" else "changed while in use"

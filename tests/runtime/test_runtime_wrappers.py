@@ -105,10 +105,8 @@ GLIMMER: dict[str, Any] = {
     "output_multiplier": 1.7,
     "post_norm_eps": 1e-3,
 }
-GLIMMER_VISION = (
-    {**VISION_SIZES, "model_type": "muse_glimmer_vision"},
-    {"out_hidden_size": 64, "projector_hidden_size": 16},
-)
+GLIMMER_VISION = {**VISION_SIZES, "model_type": "muse_glimmer_vision"}
+GLIMMER_PROJECTOR = {"out_hidden_size": 64, "projector_hidden_size": 16}
 SIGLIP = {**VISION_SIZES, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"}
 TIED = {"tie_word_embeddings": True}
 WITHOUT_AUDIO = {"audio_config": None, "tie_word_embeddings": True}
@@ -139,7 +137,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "Step3p7ForConditionalGeneration",
         make_wrapper_config({**VISION, "model_type": "step3p5_vision"}, {}, **STEP3),
     ),
-    ("MuseGlimmerForConditionalGeneration", make_wrapper_config(*GLIMMER_VISION, **GLIMMER)),
+    (
+        "MuseGlimmerForConditionalGeneration",
+        make_wrapper_config(GLIMMER_VISION, GLIMMER_PROJECTOR, **GLIMMER),
+    ),
     (
         "Gemma3ForConditionalGeneration",
         make_wrapper_config(SIGLIP, {**TIED, "mm_tokens_per_image": 4}, **GEMMA3_TEXT),

@@ -68,9 +68,20 @@ def make_trace(
         times = {"draft": draft * k, "verify": base + slope * (k + 1), "rest": 0.3, "host": host}
         ms = {part: value * draws.uniform(0.95, 1.05) for part, value in times.items()}
         committed = [draws.randrange(1000) for _ in range(accepted + 1)]
-        drafts = [0] * k, [0] * (k + 1)
         trace.rounds.append(
-            RoundRecord("r", number, 9, "draft", *drafts, accepted, committed, ms, k, k)
+            RoundRecord(
+                request="r",
+                round=number,
+                position=9,
+                method="draft",
+                draft=[0] * k,
+                sampled=[0] * (k + 1),
+                accepted=accepted,
+                committed=committed,
+                ms=ms,
+                draft_forwards=k,
+                k=k,
+            )
         )
     return trace
 

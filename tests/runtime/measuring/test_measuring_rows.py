@@ -48,10 +48,20 @@ def test_all_categories_follow_each_one() -> None:
 
 
 def record(draft: list[int], accepted: int) -> RoundRecord:
-    zeros = [0] * 4
     ms = {"draft": 1.0, "verify": 1.0, "rest": 0.0}
-    both = zeros[: len(draft) + 1], accepted, zeros[: accepted + 1]
-    return RoundRecord("r", 1, 9, "draft", draft, *both, ms, 2, 2)
+    return RoundRecord(
+        request="r",
+        round=1,
+        position=9,
+        method="draft",
+        draft=draft,
+        sampled=[0] * (len(draft) + 1),
+        accepted=accepted,
+        committed=[0] * (accepted + 1),
+        ms=ms,
+        draft_forwards=2,
+        k=2,
+    )
 
 
 def test_drafts_are_counted_by_position() -> None:
