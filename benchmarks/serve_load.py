@@ -85,7 +85,7 @@ def serving(home: str, options: ServeOptions) -> Iterator[tuple[int, int]]:
 
 
 def guidellm(
-    arguments: argparse.Namespace, port: int, model: str, folder: Path, count: int, *words: str
+    arguments: argparse.Namespace, port: int, model: str, folder: Path, count: int, profile: str
 ) -> list[dict[str, Any]]:
     """Return figures of each load of `count` requests of guidellm that ends in a minute."""
     with tempfile.TemporaryDirectory() as home:
@@ -100,7 +100,8 @@ def guidellm(
         command = [arguments.guidellm, "run", "--backend", f"kind=openai_http,{target}"]
         command += ["--constraint", f"kind=max_requests,count={count}"]
         command += ["--constraint", f"kind=max_duration,seconds={LONGEST}"]
-        command += ["--data", f"kind=json_file,path={data}", "--disable-console", *words]
+        command += ["--data", f"kind=json_file,path={data}", "--disable-console"]
+        command += ["--profile", profile]
         command += ["--tokenizer", f"kind=huggingface_auto,model={folder}"]
         command += ["--output", f"kind=json,path={out}"]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -131,8 +132,9 @@ def measure_rates(arguments: argparse.Namespace, home: str) -> list[dict[str, An
     with serving(home, options) as (_, port):
         folder = demo_folder()
         for rate in RATES:
-            words = ["--profile", f"kind=poisson,rate={rate}"]
-            (figures,) = guidellm(arguments, port, "demo", folder, rate * arguments.seconds, *words)
+            profile = f"kind=poisson,rate={rate}"
+            count = rate * arguments.seconds
+            (figures,) = guidellm(arguments, port, "demo", folder, count, profile)
             rows.append({"rate": rate, **figures})
             print(rows[-1], flush=True)
     return rows
@@ -232,7 +234,7 @@ def together(port: int, prompts: Sequence[Sequence[int]]) -> tuple[float, int]:
 
 def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     """Let 16 clients at once ask for the 0.35 B: spd's server, then vLLM's."""
-    words = ["--profile", f"kind=concurrent,streams={TOGETHER}"]
+    profile = f"kind=concurrent,streams={TOGETHER}"
     figures = dict[str, Any]()
     options = ServeOptions(
         model=str(arguments.medium),
@@ -243,7 +245,7 @@ def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     )
     with serving(home, options) as (_, port):
         (figures["spd"],) = guidellm(
-            arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, *words
+            arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, profile
         )
     print("spd", figures["spd"], flush=True)
     if arguments.vllm is None:
@@ -269,7 +271,7 @@ def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     try:
         with running(command, "Application startup complete", **environment):
             (figures["vllm"],) = guidellm(
-                arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, *words
+                arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, profile
             )
     except RuntimeError as error:
         figures["vllm"] = {"failed": str(error)}

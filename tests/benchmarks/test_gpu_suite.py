@@ -148,7 +148,8 @@ def test_a_changed_token_and_a_changed_count_are_found(
         "runs": ("greedy",),
         "threads": 1,
     }
-    *_, result = compare(*pair, PROMPTS[:1], tokens=6, **options)
+    folder, draft = pair
+    *_, result = compare(folder, draft, PROMPTS[:1], tokens=6, **options)
     rows = result["settings"]
     assert (rows["draft_k2"]["differing_tokens"], rows["draft_k2"]["other_counts"]) == (0, 0)
     # One token is another, one is missing.

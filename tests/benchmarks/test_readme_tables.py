@@ -66,7 +66,10 @@ def test_rounds_without_room_and_first_rounds_are_left_out() -> None:
     lines = [Timeline(request=Request(name, (1, 2, 3), params), arrived=0.0) for name in ("a", "b")]
     round_values = [("a", 0, 3, 0), ("a", 1, 4, 2), ("b", 1, 4, 0), ("b", 2, 5, 1), ("a", 2, 7, 2)]
     round_values += [("a", 3, 9, 0), ("b", 3, 8, 1)]  # 11 is the limit: 9 + 3 does not fit
-    rounds = [record(*values) for values in round_values]
+    rounds = [
+        record(name, number, position, accepted)
+        for name, number, position, accepted in round_values
+    ]
     counted = acceptance.full_rounds(Pass(lines, rounds, 1.0), 2)
     assert [(r.request, r.round) for r in counted] == [
         ("a", 1),
@@ -121,8 +124,12 @@ def test_the_best_fixed_k_is_the_fastest() -> None:
             "drafted_per_position": [6, 3] if k else [],
         }
 
-    row_arguments = (("plain", 0, 1.0), ("mtp", 1, 1.5), ("mtp", 2, 1.2), ("mtp", 2, 1.44, True))
-    rows = [row(*arguments) for arguments in row_arguments]
+    rows = [
+        row("plain", 0, 1.0),
+        row("mtp", 1, 1.5),
+        row("mtp", 2, 1.2),
+        row("mtp", 2, 1.44, adaptive=True),
+    ]
     case = auto_k.case_of(rows)
     assert case["best_k"] == 1 and case["auto_over_best"]["median"] == pytest.approx(0.96)
     assert case["auto_over_plain"]["interval"] == pytest.approx((1.44, 1.44))

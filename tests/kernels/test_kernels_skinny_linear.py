@@ -471,7 +471,10 @@ def test_sample_is_the_full_samplers_draw(
     A head that knows some of `every` ids draws as if the logits of the others were minus infinity.
     """
     for dtype, (slots, window) in itertools.product(dtypes, ((1, 1), (5, 1), (5, 4))):
-        o, keys = sample_operands(slots, window, device, dtype, vocab, k)
+        o, (seed, first, step, temperature) = sample_operands(
+            slots, window, device, dtype, vocab, k
+        )
+        draw = Draw(seed, first, step, temperature, usable)
         head_ids = None
         if id_step:
             head_ids = (
@@ -480,7 +483,7 @@ def test_sample_is_the_full_samplers_draw(
                 .values
             )
             head_ids[0] = min(int(head_ids[0]), usable - 1)
-        assert drawn(o.x, o.weight, Draw(*keys, usable), head_ids, id_step)[1].all()
+        assert drawn(o.x, o.weight, draw, head_ids, id_step)[1].all()
 
 
 def drawn(
@@ -554,8 +557,8 @@ def test_rows_without_finite_logits_are_told(device: str) -> None:
     x[[0, 3, 4, 5], 0] = torch.tensor([1.0, -math.inf, 1.0, 1.0], device=device)
     x[[1, 2, 4], 1] = torch.tensor([math.nan, math.inf, -1e30], device=device)
     for temperature in (0.0, 0.7):
-        keys = (seed, first, step, torch.full_like(heat, temperature))
-        token, finite = drawn(x, weight, Draw(*keys, 61))
+        draw = Draw(seed, first, step, torch.full_like(heat, temperature), usable_vocab=61)
+        token, finite = drawn(x, weight, draw)
         assert finite.tolist() == [True, False, False, False, True, True]
         assert token.min() >= 0 and token.max() < 61
-        assert not drawn(x, weight, Draw(*keys, 77))[1].any()
+        assert not drawn(x, weight, draw._replace(usable_vocab=77))[1].any()

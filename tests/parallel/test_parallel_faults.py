@@ -216,12 +216,13 @@ def crowd(_: object, address: Mapping[str, Any]) -> None:
     """Let strangers come first to the port of rank 0, then rank 1 and one that knows no key."""
 
     def come() -> None:
-        place = (address["host"], address["port"])
+        host = address["host"]
+        port = address["port"]
         silent = []
-        silent += [socket.create_connection(place) for _ in range(40)]
+        silent += [socket.create_connection((host, port)) for _ in range(40)]
         with suppress(AuthenticationError):
-            connect(*place, b"another key")
-        line, _ = connect(*place, bytes.fromhex(address["key"]))
+            connect(host, port, b"another key")
+        line, _ = connect(host, port, bytes.fromhex(address["key"]))
         line.send_message(("hello", 1, describe_rank("cpu")))
         wait_until(lambda: line.closed, 1)
         while silent:  # each was asked for what it knows, and has heard nothing else

@@ -293,7 +293,8 @@ class Batches:
         while len(ids) < length + 1:
             if not self.queue:
                 self.queue = self.random.sample(self.corpus.answers, len(self.corpus.answers))
-            ids += self._chat(*self.queue.pop())
+            question, answer = self.queue.pop()
+            ids += self._chat(question, answer)
         return torch.tensor(ids[: length + 1])
 
     def _source(self, length: int) -> Tensor:

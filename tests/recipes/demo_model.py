@@ -399,7 +399,8 @@ class MtpLayer(nn.Module):
         Append this step's keys and values to `memory`.
         """
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        return self.norm(self.block(x, *turns, memory))
+        cos, sin = turns
+        return self.norm(self.block(x, cos, sin, memory))
 
 
 class ZeroCenteredNorm(nn.Module):
@@ -495,7 +496,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: 
     states = []
     written = []
     for value, read, write, decay in zip(
-        *(x.unbind(3) for x in (values, reads, writes, chunk_decay)), strict=True
+        values.unbind(3), reads.unbind(3), writes.unbind(3), chunk_decay.unbind(3), strict=True
     ):
         states.append(state)
         written.append(value - read @ state)

@@ -84,10 +84,9 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
     mixer = f"{stem}mixer."
     yield from weights(stem, norm=hidden)
     if kind == "M":
-        sizes = (
-            c[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
-        )
-        yield from mamba(mixer, hidden, *sizes)
+        num_heads = c["mamba_num_heads"]
+        head_dim = c["mamba_head_dim"]
+        yield from mamba(mixer, hidden, num_heads, head_dim, c["n_groups"], c["ssm_state_size"])
     elif kind == "*":
         yield from attention(mixer, hidden, heads, keys=keys, size=size)
     else:

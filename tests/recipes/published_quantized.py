@@ -170,7 +170,8 @@ def parts_of(release: QuantizedRelease) -> list[list[Entry]]:
         return [(name, dtype, shape)] if layout is None else _stored_entries(module, layout, shape)
 
     return [
-        [stored_entry for entry in entries for stored_entry in stored(*entry)] for entries in parts
+        [entry for name, dtype, shape in entries for entry in stored(name, dtype, shape)]
+        for entries in parts
     ]
 
 

@@ -406,8 +406,8 @@ def draw_mamba(stem: str, groups: int, out: torch.Tensor) -> Tensors:
         "norm.weight": ((inner,), 0.2, 1.0),
     }
     return {
-        stem + name: draw_normal(stem + name, *distribution)
-        for name, distribution in shapes.items()
+        stem + name: draw_normal(stem + name, shape, scale, mean)
+        for name, (shape, scale, mean) in shapes.items()
     }
 
 

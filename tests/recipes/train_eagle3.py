@@ -116,8 +116,9 @@ class Eagle3Head(nn.Module):
         state = self.fc(streams)
         for step in range(depth):
             cos, sin = model.rotary_angles(length, self.shape.head_dim, self.shape.rope_theta, step)
-            turns = cos.to(state.dtype), sin.to(state.dtype)
-            state = self.midlayer(following[:, step : step + length], state, *turns, memory)
+            cos = cos.to(state.dtype)
+            sin = sin.to(state.dtype)
+            state = self.midlayer(following[:, step : step + length], state, cos, sin, memory)
             steps.append(state)
         return steps
 
@@ -130,11 +131,11 @@ def read_target(target: Decoder, ids: Tensor, read: tuple[int, ...]) -> tuple[Te
     """Return the joined residual streams at the inputs of some layers, and logits [B, T, vocab]."""
     x = target.embed(ids)
     streams = []
-    turns = target.rotary(ids.shape[1], x.dtype)
+    cos, sin = target.rotary(ids.shape[1], x.dtype)
     for index, layer in enumerate(target.layers):
         if index in read:
             streams.append(x)
-        x = layer(x, *turns)
+        x = layer(x, cos, sin)
     return torch.cat(streams, dim=-1), target.logits(target.norm(x))
 
 
