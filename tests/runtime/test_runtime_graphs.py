@@ -323,7 +323,7 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, read: str) -> None:
     round_ = get_local_queue(engine).round
     original = round_._commit
     state = round_.state
-    round_._commit = lambda *args: STATE_READS[read](state) or original(*args)  # type: ignore
+    round_._commit = lambda **operands: STATE_READS[read](state) or original(**operands)  # type: ignore
     with pytest.raises(
         AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(read)}[. ]"
     ):
