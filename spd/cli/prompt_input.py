@@ -191,9 +191,10 @@ def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def read_grammar(options: GenerateOptions) -> GrammarSpec | None:
-    """Return the JSON schema, regex or Lark grammar of the flags.
+    """Return the schema, regex or Lark grammar of --schema or --grammar; None without either.
 
-    Raises UsageError and NotFoundError.
+    Each is given inline or by a file. Only that a schema is JSON is checked here. Raises UsageError
+    and NotFoundError.
     """
     schema = options.schema
     if schema is not None:

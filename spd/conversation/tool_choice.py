@@ -114,9 +114,10 @@ def _function_schema(function: Mapping[str, Any], location: str) -> tuple[str, J
 
 
 def _read_choice(choice: object, functions: Collection[str]) -> tuple[str, str | None]:
-    """Return none, auto or required, and the name of the only function that may be called, or None.
+    """Return "none", "auto" or "required", and the function that an object names, else None.
 
-    Raises FieldError.
+    A named function is required. Raises FieldError for another choice, an unknown function, or
+    "required" without functions.
     """
     named_function = None
     if isinstance(choice, dict):

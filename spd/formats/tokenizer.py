@@ -203,6 +203,11 @@ class Tokenizer:
         return (self._library.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
 
     def _encode(self, text: str, parse_special: bool) -> list[int]:
+        """Return the ids of a text alone, of special tokens too if `parse_special`.
+
+        Raises UsageError for half of a surrogate pair, CheckpointError if the patterns take too long,
+        and IncompatibleError if the library fails.
+        """
         try:
             text.encode()
         except UnicodeEncodeError:

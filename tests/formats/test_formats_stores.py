@@ -94,6 +94,15 @@ def test_files_are_grouped_by_quantization_and_split() -> None:
     assert split.files[0].endswith("00001-of-00002.gguf") and split.expected == 2
 
 
+def test_a_split_of_one_file_is_apart_from_a_file_of_its_name() -> None:
+    sets = file_sets({"M-Q8_0.gguf": 2, "M-Q8_0-00001-of-00001.gguf": 1})
+    assert [file_set.files for file_set in sets] == [
+        ("M-Q8_0-00001-of-00001.gguf",),
+        ("M-Q8_0.gguf",),
+    ]
+    assert all(file_set.expected == 1 for file_set in sets)
+
+
 @pytest.mark.parametrize(
     ("tag", "meant"),
     [

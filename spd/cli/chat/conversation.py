@@ -70,7 +70,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The saved state of a chat. `draws` counts replies, including undone ones."""
+    """The saved state of a chat. `draws` counts replies, including undone ones.
+
+    Each reply's seed is derived from the chat's `seed` and `draws`; see `Turn.seed`.
+    """
 
     model: str
     seed: int = field(default_factory=partial(secrets.randbits, SEED_BITS))

@@ -202,9 +202,10 @@ def _choose_drafter(
 def speculation_facts(
     choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None
 ) -> Facts:
-    """Return the method of `--spec auto`, and for each method the reason if it would not run.
+    """Return the JSON object of the drafter that was chosen, and whether each method could run.
 
-    A method that takes a draft model is tried with `draft`.
+    choice: the drafter of `--spec auto`, or the error that takes its place. `draft_max` is the
+    method's default. Methods that take a draft model are tried with `draft`.
     """
     facts: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
     if isinstance(choice, SpdError):

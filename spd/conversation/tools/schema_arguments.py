@@ -69,8 +69,11 @@ class Argument:
         return [shape for shape in shapes if shape is not None]
 
     @cached_property
-    def _containers(self) -> list[JsonObject]:
-        """Return the schemas that apply where the value is an object or a list."""
+    def _container_schemas(self) -> list[JsonObject]:
+        """Return the schemas of all alternatives in which the value is an object or a list, joined.
+
+        A schema may recur. A value without keywords, or with too many alternatives, has none.
+        """
         return [
             member
             for kind in sorted(self.kinds & {"array", "object"})
@@ -85,7 +88,7 @@ class Argument:
         """
         return any(
             listed_values(member) is not None or "prefixItems" in member
-            for member in self._containers
+            for member in self._container_schemas
         )
 
     @property
@@ -93,7 +96,7 @@ class Argument:
         """Return the objects and lists that the schema names one by one."""
         values = [
             value
-            for member in self._containers
+            for member in self._container_schemas
             for value in listed_values(member) or ()
             if isinstance(value, dict | list) and self.fits(value)
         ]

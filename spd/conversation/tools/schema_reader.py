@@ -30,7 +30,7 @@ PREFIX = "#/$defs/"
 MAX_STEPS = 1_000_000
 """Steps of matching keys with patterns for one schema; beyond it no pattern matches a key."""
 Members = list[JsonObject]
-"""Schemas of an object that apply together."""
+"""Schemas that apply together to one value, a list or an object."""
 
 
 class TextShape(NamedTuple):
@@ -169,7 +169,7 @@ class SchemaReader:
                 for members in self.containers(branch, kind, inner)
             ]
             pairs = itertools.product(alternatives, branch_alternatives)
-            alternatives = [members + branch_alternatives for members, branch_alternatives in pairs]
+            alternatives = [members + branch_members for members, branch_members in pairs]
             if len(alternatives) > MAX_ALTERNATIVES:
                 return [self._union(alternatives)] if kind == "object" else [[]]
         return alternatives

@@ -164,7 +164,10 @@ def _layer_kind(keys: Keys, architecture: GgufArchitecture, layer: int) -> str:
 
 
 def _token_ids(file: GgufFile) -> dict[str, object]:
-    """Return the ids that begin and end a text."""
+    """Return `bos_token_id` and `eos_token_id` as the file's keys give them, unchecked.
+
+    Replies end at `Vocabulary.end_ids` where a file has any.
+    """
     ids: dict[str, object] = {}
     end_ids = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_ID_KEYS]
     if present := [end_id for end_id in end_ids if end_id is not None]:

@@ -123,18 +123,21 @@ def _stem(name: str) -> str:
 
 
 def _group_files(sizes: Mapping[str, int]) -> list[FileSet]:
-    """Return sets of files that are splits of one model, the smallest set first."""
-    members: dict[tuple[str, int], list[str]] = {}
+    """Return the GGUF files as sets, the smallest first.
+
+    A set is a file alone, or the splits of one model, even if some are missing.
+    """
+    members: dict[tuple[str, int | None], list[str]] = {}
     for name in sorted(sizes):
         if not name.casefold().endswith(SUFFIX):
             continue
         split = _SPLIT.fullmatch(name[: -len(SUFFIX)])
-        count = int(split[3]) if split else 1
+        count = int(split[3]) if split else None
         members.setdefault((_stem(name), count), []).append(name)
     sets = []
     for (stem, count), names in members.items():
         quantization_match = _QUANTIZATION.search(stem)
         total = sum(sizes[name] for name in names)
         quantization = quantization_match[1].upper() if quantization_match else ""
-        sets.append(FileSet(tuple(names), quantization, total, count))
+        sets.append(FileSet(tuple(names), quantization, total, count or 1))
     return sorted(sets, key=lambda file_set: (file_set.nbytes, file_set.files))

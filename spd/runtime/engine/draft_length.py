@@ -55,10 +55,10 @@ PRIOR_LOOKUP_ROUNDS = 4.0
 
 
 def next_draft_probability(rate: float, accepted: int) -> float:
-    """Return the probability that a round's next draft is accepted after `accepted` accepted ones.
+    """Return the probability that the next draft is accepted once a round's first `accepted` were.
 
-    rate: the probability of the first draft. Acceptance varies along a text: accepted drafts are
-    evidence that drafts are good at this place.
+    rate: that of the first draft, which counts as `RATE_WEIGHT` drafts. Each accepted draft raises
+    it, for acceptance varies along a text. A rate of 0 stays 0.
     """
     return (rate * RATE_WEIGHT + accepted) / (RATE_WEIGHT + accepted) if rate else 0.0
 

@@ -106,7 +106,9 @@ class Sweep:
                 passes: dict[int, Pass] = {}
                 for turn in range(len(engines)):
                     index = (repetition + number + turn) % len(engines)
-                    passes[index] = self._pass(index, engines[index], work, numbers, repetition)
+                    passes[index] = self._measure_pass(
+                        index, engines[index], work, numbers, repetition
+                    )
                     done += 1
                     self.report(
                         "measuring", done, (planned or MIN_REPETITIONS) * passes_per_repetition
@@ -155,9 +157,10 @@ class Sweep:
             for number, prompt_number in enumerate(numbers)
         ]
 
-    def _pass(
+    def _measure_pass(
         self, index: int, engine: Engine, work: Workload, numbers: Sequence[int], repetition: int
     ) -> Pass:
+        """Run a workload's requests once on an engine, record the sample, and return the pass."""
         requests = self._requests(index, work, numbers, f"{index}.{len(self.samples)}")
         arrivals = work.arrivals(len(requests), repetition)
         measured_pass = run_pass(

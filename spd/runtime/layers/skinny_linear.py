@@ -74,8 +74,8 @@ class SkinnyLinear(OutputHead):
         return self.kernels.head_sample(hidden, self.weight, draw, self.ids)
 
 
-class WindowStep(Protocol):
-    """The product of a projection in windows, with the steps that are fused into it."""
+class WindowProduct(Protocol):
+    """A projection of a window's few rows, with the norm and the gates that are fused into it."""
 
     def __call__(self, stream: Residual) -> Tensor:
         """Return [T, N] of the stream [T, K]."""
@@ -139,7 +139,7 @@ class SkinnyProjection:
         self.steps_before_chunk: tuple[RowStep, ...] = () if norm is None else (norm,)
         self.steps_after_chunk = activation_steps(act)
         self.steps_after_window = self.steps_after_chunk
-        self.window: WindowStep = PlainWindow(product)
+        self.window: WindowProduct = PlainWindow(product)
         if norm is not None:
             self.window = NormedWindow(product, norm.epsilon)
         if norm is not None and act is not None and act.gated:

@@ -117,16 +117,14 @@ class DeltaLayout:
         return self.delta.value_heads, self.delta.key_dim, self.delta.value_dim
 
     def slot_shapes(self, depth: int) -> tuple[tuple[Shape, bool], ...]:
-        """Return the shapes of a slot's memory, and whether each is float32: see `short_conv`,
-        `DeltaMemory`.
-        """
+        """Return the shapes of a slot's memory (`DeltaMemory`), and whether each is float32."""
         delta = self.delta
         return (
-            ((depth, self.channels), False),
+            ((depth, self.channels), False),  # inputs of the convolution
             (self.state_shape, True),
-            ((depth, delta.key_heads, delta.key_dim), True),
-            ((depth, delta.value_heads, delta.value_dim), True),
-            ((depth, delta.value_heads, 2), True),
+            ((depth, delta.key_heads, delta.key_dim), True),  # rings: keys,
+            ((depth, delta.value_heads, delta.value_dim), True),  # values,
+            ((depth, delta.value_heads, 2), True),  # decay and correction
         )
 
     @property

@@ -233,10 +233,10 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
 
     Few with graphs, none below the number of MTP modules, which all run.
     """
-    tiers: Iterable[int] = range(draft_max + 1)
+    candidates: Iterable[int] = range(draft_max + 1)
     if graphs:
-        tiers = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
-    return tuple(sorted({0, *(k for k in tiers if k >= modules)}))
+        candidates = {0, draft_max, *(k for k in (1, 2, 4, 6, 8, 12, 16, 24) if k < draft_max)}
+    return tuple(sorted({0, *(k for k in candidates if k >= modules)}))
 
 
 def choose_draft_ranks(

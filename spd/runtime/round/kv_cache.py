@@ -15,7 +15,10 @@ from spd.runtime.round.limits import NUM_RESERVED
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Return zeros, which on a CPU take memory only once they are written (an anonymous map)."""
+    """Return zeros, which on a CPU take memory only once they are written (an anonymous map).
+
+    No size may be 0.
+    """
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)

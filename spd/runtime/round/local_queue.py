@@ -242,10 +242,10 @@ class LocalRoundQueue:
         self.state.set_active(slot, active)
 
     def retire(self, slot: int, pages: list[int], end: int, place: int | None) -> None:
-        """Deactivate a slot, after all positions up to `end` are written to its pages.
+        """Write what a slot's pages lack up to `end`, the drafter's included, and deactivate the slot.
 
-        place: the place of the snapshot that its recurrent states are saved to; None: they are not
-        saved.
+        Its request has ended, or will be admitted again. place: where a snapshot of its recurrent
+        states is saved; None: only the drafter's states at the end of a partly filled page are.
         """
         self.flush()
         self._catch_up()
