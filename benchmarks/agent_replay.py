@@ -344,7 +344,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         (folder / "config.json").write_text(json.dumps(config))
         parts = arguments.parts or Path(place)
         parts.mkdir(parents=True, exist_ok=True)
-        runs = Runs(name, folder, parts, arguments.window, arguments.threads)
+        runs = Runs(
+            name=name, folder=folder, parts=parts, ctx=arguments.window, threads=arguments.threads
+        )
         tokenizer = ModelFolder(folder).tokenizer
         assert tokenizer is not None
         turns = transcript(arguments.turns, tokenizer)

@@ -122,9 +122,21 @@ def host_microseconds(
     written: Written = []
     return {
         "behind the device program": host_share(
-            model, slots, steps, recording, written, engine_options
+            model=model,
+            slots=slots,
+            steps=steps,
+            device=recording,
+            written=written,
+            engine_options=engine_options,
         ),
-        "behind what it wrote": host_share(model, slots, steps, replaying, written, engine_options),
+        "behind what it wrote": host_share(
+            model=model,
+            slots=slots,
+            steps=steps,
+            device=replaying,
+            written=written,
+            engine_options=engine_options,
+        ),
     }
 
 

@@ -134,7 +134,14 @@ def measure_rates(arguments: argparse.Namespace, home: str) -> list[dict[str, An
         for rate in RATES:
             profile = f"kind=poisson,rate={rate}"
             count = rate * arguments.seconds
-            (figures,) = guidellm(arguments, port, "demo", folder, count, profile)
+            (figures,) = guidellm(
+                arguments=arguments,
+                port=port,
+                model="demo",
+                folder=folder,
+                count=count,
+                profile=profile,
+            )
             rows.append({"rate": rate, **figures})
             print(rows[-1], flush=True)
     return rows
@@ -245,7 +252,12 @@ def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     )
     with serving(home, options) as (_, port):
         (figures["spd"],) = guidellm(
-            arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, profile
+            arguments=arguments,
+            port=port,
+            model=str(arguments.medium),
+            folder=arguments.medium,
+            count=4 * TOGETHER,
+            profile=profile,
         )
     print("spd", figures["spd"], flush=True)
     if arguments.vllm is None:
@@ -271,7 +283,12 @@ def measure_peer(arguments: argparse.Namespace, home: str) -> dict[str, Any]:
     try:
         with running(command, "Application startup complete", **environment):
             (figures["vllm"],) = guidellm(
-                arguments, port, str(arguments.medium), arguments.medium, 4 * TOGETHER, profile
+                arguments=arguments,
+                port=port,
+                model=str(arguments.medium),
+                folder=arguments.medium,
+                count=4 * TOGETHER,
+                profile=profile,
             )
     except RuntimeError as error:
         figures["vllm"] = {"failed": str(error)}

@@ -233,7 +233,14 @@ def compute_logits(engine: Engine, prompt: Sequence[int], chunk: int = 64) -> to
         while start < len(prompt):
             chunked = 0 < chunk <= len(prompt) - start
             stop = start + (chunk if chunked else min(32, len(prompt) - start))
-            part = PromptPart(0, ids, start, stop, view._replace(bound=stop), chunked)
+            part = PromptPart(
+                slot=0,
+                token_ids=ids,
+                begin=start,
+                end=stop,
+                view=view._replace(bound=stop),
+                chunked=chunked,
+            )
             output = runner.forward_prompt(part)
             chunk_logits.append(runner.logits(output.hidden)[0])
             start = stop

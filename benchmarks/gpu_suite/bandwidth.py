@@ -65,13 +65,16 @@ def run(gib: float = 4.0) -> dict[str, Any]:
     x = random_words(int(gib * GIB) // 4, "cuda")
     out = torch.zeros_like(x)
     programs = 4 * torch.cuda.get_device_properties(0).multi_processor_count
-    copy(x, out, programs, 4096, 8)
+    copy(x=x, out=out, programs=programs, block=4096, warps=8)
     if not torch.equal(x, out):
         raise AssertionError("copy_kernel did not copy")
     floats = x.view(torch.float32).nan_to_num_().clamp_(-1, 1)
     sizes = {
         "read_torch_sum": (time_calls([lambda: floats.sum()]), x.nbytes),
-        "copy_triton": (time_calls([lambda: copy(x, out, programs, 4096, 8)]), 2 * x.nbytes),
+        "copy_triton": (
+            time_calls([lambda: copy(x=x, out=out, programs=programs, block=4096, warps=8)]),
+            2 * x.nbytes,
+        ),
         "copy_torch": (time_calls([lambda: out.copy_(x)]), 2 * x.nbytes),
         "fill_torch": (time_calls([lambda: out.fill_(7)]), x.nbytes),
     }

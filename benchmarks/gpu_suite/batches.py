@@ -250,7 +250,15 @@ def run(
             began = time.perf_counter()
             try:
                 configs = {
-                    kind: config_of_kind(Path(place), target, draft, kind, slots, length, **options)
+                    kind: config_of_kind(
+                        parent=Path(place),
+                        target=target,
+                        draft=draft,
+                        kind=kind,
+                        slots=slots,
+                        length=length,
+                        **options,
+                    )
                     for kind in kinds
                 }
                 case = compare_kinds(configs, target.vocab, length)

@@ -206,7 +206,13 @@ def judge(
     plain_floor = round_bytes(target, None, [plain["context"]], 0) / read_rate
     parts = round_parts(target, draft, [result["context"]], k)
     floor = sum(parts.values()) / read_rate
-    judged = gain(length, 1e-6 * plain["wall_us"], 1e-6 * result["wall_us"], plain_floor, floor)
+    judged = gain(
+        length=length,
+        plain_seconds=1e-6 * plain["wall_us"],
+        round_seconds=1e-6 * result["wall_us"],
+        plain_floor=plain_floor,
+        round_floor=floor,
+    )
     verified = result["verify_us"][0] / plain["verify_us"][0]
     floors = {"bytes": parts, "floor_us": 1e6 * floor}
     return {**result, **floors, "length": length, **asdict(judged), "verify_over_plain": verified}
@@ -293,7 +299,14 @@ def run_draft(
             options = {"ctx": load.context(max_k), **overrides}
             config = config_of(parent, target, draft, max_k, reference_length(max_k), **options)
             try:
-                for pair in sweep_drafts(config, target, draft, plain, rate, load):
+                for pair in sweep_drafts(
+                    config=config,
+                    target=target,
+                    draft=draft,
+                    plain=plain,
+                    read_rate=rate,
+                    load=load,
+                ):
                     results[name] = pair
                     yield report
                 if (target, draft) == pairs[0]:

@@ -127,7 +127,9 @@ def layer_case(bench: Bench, shape: Shape, rows: Sequence[int]) -> Rows:
             norm = Norm(squares, EPSILON)
             kernels.linear(x, w["qkv"], None, workspaces["qkv"], norm)
             kernels.linear(mixed, w["out"], None, workspaces["out"], None, residual)
-            inner = kernels.norm_gate_up(x, w["gate_up"], None, workspaces["gate_up"], norm)
+            inner = kernels.norm_gate_up(
+                x=x, weight=w["gate_up"], bias=None, workspace=workspaces["gate_up"], norm=norm
+            )
             kernels.linear(inner, w["down"], None, workspaces["down"], None, residual)
 
         table_rows[str(count)] = bench.row([partial(layer, weights) for weights in layers], nbytes)
@@ -149,7 +151,13 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
         x = bench.normal(count, hidden)
         bare = [partial(kernels.head_logits, x, w) for w in weights]
         for temperature in (0.0, 0.8):
-            draw = Draw(seed, first, 0, torch.full((1,), temperature, device=x.device), vocab)
+            draw = Draw(
+                seed=seed,
+                first=first,
+                step=0,
+                temperature=torch.full((1,), temperature, device=x.device),
+                usable_vocab=vocab,
+            )
             calls = [partial(kernels.head_sample, x, w, draw) for w in weights]
             table_rows[f"{count} T={temperature}"] = bench.row(calls, weights[0].nbytes, bare)
     return table_rows

@@ -50,10 +50,14 @@ def _noise(
 def random_bits(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
     """Return 32 random bits for every token id: int64 [..., V] from seed [...] and position [...],
     int64."""
-    return _noise(seed, position, stream, vocab_size, torch.int64)
+    return _noise(
+        seed=seed, position=position, stream=stream, vocab_size=vocab_size, dtype=torch.int64
+    )
 
 
 def gumbel(seed: Tensor, position: Tensor, stream: int, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise, float32 [..., V], for seed [...] and absolute position [...],
     int64."""
-    return _noise(seed, position, stream, vocab_size, torch.float32)
+    return _noise(
+        seed=seed, position=position, stream=stream, vocab_size=vocab_size, dtype=torch.float32
+    )

@@ -207,7 +207,14 @@ def loop_contender(
     shape: Shape, device: str = "cuda", compiled: bool = True, tuned: bool = False
 ) -> Generate:
     """Return the compiled loop as a contender."""
-    loop = CompiledLoop(shape, POSITIONS, device, torch.bfloat16, compiled, tuned)
+    loop = CompiledLoop(
+        shape=shape,
+        positions=POSITIONS,
+        device=device,
+        dtype=torch.bfloat16,
+        compiled=compiled,
+        tuned=tuned,
+    )
     prompt = list(random_prompt(PROMPT, shape.vocab, 0))
 
     def generate(tokens: int) -> None:

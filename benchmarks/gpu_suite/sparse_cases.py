@@ -104,8 +104,8 @@ def experts_case(
     kernels = bench.kernels
     table_rows = Rows()
     device = bench.timer.device
-    gate_up = _stacked(bench, kind, count, 2 * inner, hidden)
-    down = _stacked(bench, kind, count, hidden, inner)
+    gate_up = _stacked(bench=bench, kind=kind, count=count, n=2 * inner, k=hidden)
+    down = _stacked(bench=bench, kind=kind, count=count, n=hidden, k=inner)
     expert_weights = ExpertWeights(gate_up, down)
     expert_bytes = (_bytes(gate_up) + _bytes(down)) // count
     for number in rows:

@@ -323,7 +323,9 @@ def floor_parts(engine: Engine, context: float, touched: float) -> dict[str, flo
         (f"model.layers.{i}.", block) for i, block in enumerate(family_layout(config).layers)
     ):
         if isinstance(layer.mlp, MoeLayout):
-            weights -= _unread(layer.mlp, prefix, form, plan.shape.dtype, touched)
+            weights -= _unread(
+                layout=layer.mlp, prefix=prefix, form=form, dtype=plan.shape.dtype, touched=touched
+            )
     positions = plan.shape.slots * context * page_bytes(config, plan.shape.dtype) / PAGE_SIZE
     drafts = plan.shape.draft_max * _draft_bytes(engine, config)
     return {
@@ -353,7 +355,13 @@ def _draft_bytes(engine: Engine, config: Any) -> float:
     if isinstance(layer.mlp, MoeLayout):
         chosen = layer.mlp.experts.router.per_token * engine.plan.shape.slots
         total -= int(
-            _unread(layer.mlp, source.layout.layer_prefix(0), form, engine.plan.shape.dtype, chosen)
+            _unread(
+                layout=layer.mlp,
+                prefix=source.layout.layer_prefix(0),
+                form=form,
+                dtype=engine.plan.shape.dtype,
+                touched=chosen,
+            )
         )
     return float(
         total + config.vocab_size * config.hidden_size * DTYPE_BYTES[engine.plan.shape.dtype]

@@ -226,7 +226,15 @@ def compare(
 
     Yield the report after each. Speeds include admission.
     """
-    comparison = Comparison(folder, draft, prompts, tokens, device, runs, config)
+    comparison = Comparison(
+        folder=folder,
+        draft=draft,
+        prompts=prompts,
+        tokens=tokens,
+        device=device,
+        runs=runs,
+        config=config,
+    )
     comparison.take_reference(reference)
     for setting in settings:
         try:

@@ -58,13 +58,17 @@ def measure(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
         say("rounds begin")
         for number, prompt in enumerate(round_prompts):
             label = f"{number + 1}/{options.rounds}"
-            answers, errors = _run_round(options, workers, prompt, say, label)
+            answers, errors = _run_round(
+                options=options, workers=workers, prompt=prompt, say=say, label=label
+            )
             for name, answer in answers.items():
                 tallies[name].answers.append(answer)
             for name, error_text in errors.items():
                 failures[name] = error_text
                 del workers[name], tallies[name]
-        loads = measure_loads(options, workers, failures, vocab, say)
+        loads = measure_loads(
+            options=options, workers=workers, failures=failures, vocab=vocab, say=say
+        )
         say("rounds end")
     return report(options, tallies, failures, loads)
 

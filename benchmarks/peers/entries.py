@@ -44,11 +44,26 @@ def entries(options: Options) -> list[Entry]:
         for mode, arguments in modes.items():
             if peer not in ONLY.get(mode, (peer,)):
                 continue
-            selected.append(_entry(options, f"{peer}-{mode}", peer, python, arguments))
+            selected.append(
+                _entry(
+                    options=options,
+                    name=f"{peer}-{mode}",
+                    peer=peer,
+                    python=python,
+                    arguments=arguments,
+                )
+            )
     if options.rows > 1 and "spd" in options.pythons:
         extra = ["--rows", str(options.rows), "--draft", str(options.draft)]
         selected.append(
-            _entry(options, ROWS_ENTRY, "spd", options.pythons["spd"], extra, together=False)
+            _entry(
+                options=options,
+                name=ROWS_ENTRY,
+                peer="spd",
+                python=options.pythons["spd"],
+                arguments=extra,
+                together=False,
+            )
         )
     chosen = [entry for entry in selected if not options.only or entry.name in options.only]
     if not chosen:

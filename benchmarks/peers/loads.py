@@ -74,7 +74,11 @@ def measure_loads(
                     continue
                 try:
                     value, foreign = _pass(
-                        worker, load_prompts, options, load.concurrency, arrivals
+                        worker=worker,
+                        prompts=load_prompts,
+                        options=options,
+                        concurrency=load.concurrency,
+                        arrivals=arrivals,
                     )
                 except WorkerError as error:
                     failures[name] = str(error)

@@ -393,21 +393,51 @@ def field_requests() -> Iterator[Hostile]:
     objects = ("logit_bias", "response_format", "stream_options", "chat_template_kwargs")
     for field in (*numbers, *wholes):
         for value in WRONG_NUMBERS:
-            yield Hostile(f"{field} {value!r}", CHAT, _ask(**{field: value}), True, None, field)
+            yield Hostile(
+                name=f"{field} {value!r}",
+                path=CHAT,
+                body=_ask(**{field: value}),
+                refuse=True,
+                holds=None,
+                named=field,
+            )
     for field in wholes:
         for value in WRONG_WHOLES:
-            yield Hostile(f"{field} {value!r}", CHAT, _ask(**{field: value}), True, None, field)
+            yield Hostile(
+                name=f"{field} {value!r}",
+                path=CHAT,
+                body=_ask(**{field: value}),
+                refuse=True,
+                holds=None,
+                named=field,
+            )
     for field in numbers:
         for value in BEYOND:
             yield Hostile(f"{field} {value!r}", CHAT, _ask(**{field: value}), True)
     for field in flags:
         for value in WRONG_FLAGS:
-            yield Hostile(f"{field} {value!r}", CHAT, _ask(**{field: value}), True, None, field)
+            yield Hostile(
+                name=f"{field} {value!r}",
+                path=CHAT,
+                body=_ask(**{field: value}),
+                refuse=True,
+                holds=None,
+                named=field,
+            )
     for field in objects:
         for value in WRONG_OBJECTS:
-            yield Hostile(f"{field} {value!r}", CHAT, _ask(**{field: value}), True, None, field)
+            yield Hostile(
+                name=f"{field} {value!r}",
+                path=CHAT,
+                body=_ask(**{field: value}),
+                refuse=True,
+                holds=None,
+                named=field,
+            )
     for field in ("functions", "temprature", "best_of", "audio", "modalities"):
-        yield Hostile(field, CHAT, _ask(**{field: ["x"]}), True, None, field)
+        yield Hostile(
+            name=field, path=CHAT, body=_ask(**{field: ["x"]}), refuse=True, holds=None, named=field
+        )
     schema = _object({"zz": {"const": 42}}, "zz", additionalProperties=False)
     form = {"type": "json_object", "schema": schema}
     body = _ask(response_format=form)
@@ -424,7 +454,14 @@ def field_requests() -> Iterator[Hostile]:
     yield Hostile("include log-probabilities", RESPONSES, included, holds=_has_logprobs)
     yield Hostile("two limits", CHAT, _ask(max_tokens=2, max_completion_tokens=9))
     for field in ("previous_response_id", "conversation", "prompt", "background"):
-        yield Hostile(field, RESPONSES, {**base, field: "x"}, True, None, field)
+        yield Hostile(
+            name=field,
+            path=RESPONSES,
+            body={**base, field: "x"},
+            refuse=True,
+            holds=None,
+            named=field,
+        )
     for field in ("suffix", "best_of", "echo"):
         yield Hostile(field, COMPLETIONS, {"prompt": "x", "max_tokens": 2, field: 3}, True)
     for raw in BODIES:

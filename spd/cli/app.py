@@ -182,7 +182,7 @@ def _find_config_file(path: Path) -> tuple[bool, list[str]]:
 
 
 def _as_spd_error(error: Exception, console: Console) -> SpdError:
-    """Return the error to show for an exception."""
+    """Return an SpdError as it is, and for any other exception the SpdError to show."""
     if isinstance(error, SpdError):
         return error
     if isinstance(error, typer.TyperException):

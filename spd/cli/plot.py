@@ -52,7 +52,10 @@ def check_plot(path: Path | None) -> None:
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:
-    """Draw tokens a second and acceptance by position of a result of `spd bench`."""
+    """Write a picture of a result of `spd bench`: tokens a second, and acceptance by position.
+
+    Raises ResourceError if it cannot be written.
+    """
     rows = summary_rows(result["rows"])
     labels = bar_labels(result["rows"])
     num_workloads = len({workload_name(row) for row in rows})

@@ -437,9 +437,10 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, *, vocab_size: int = MAX_VOCAB) -> GenerationConfig:
-    """Read `generation_config.json`; all defaults without the file.
+    """Read `generation_config.json`; without the file every value is None.
 
-    Unknown keys of it are ignored.
+    Unknown keys are ignored, and end ids from `vocab_size` on are dropped with a warning. Raises
+    CheckpointError for a value out of range.
     """
     if GENERATION_FILE not in list_folder(folder):
         return GenerationConfig()

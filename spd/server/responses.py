@@ -304,7 +304,7 @@ class ResponseReply(Reply):
         return self._event("in_progress", response=self._response("in_progress"))
 
     def _part_start(self, part: Part) -> Iterator[bytes]:
-        """Yield the chunks at a part's start."""
+        """Yield the chunks at a part's start; `part` is a copy that has no text yet."""
         yield self._event(
             "output_item.added", output_index=part.index, item=self._item(part, "in_progress")
         )
@@ -373,7 +373,8 @@ class ResponseReply(Reply):
     def _item(self, part: Part, status: str = "completed") -> dict[str, object]:
         """Return a part as an item of the output; a limit leaves the last item incomplete."""
         choice = self._choices[0]
-        if choice.finish_reason == "length" and part.index == len(choice.parts) - 1:
+        is_last = part.index == len(choice.parts) - 1
+        if status == "completed" and choice.finish_reason == "length" and is_last:
             status = "incomplete"
         item: dict[str, object] = {
             "id": f"{_ID_PREFIXES[part.kind]}_{part.id}",

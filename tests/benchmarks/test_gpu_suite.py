@@ -219,11 +219,23 @@ def test_bytes_of_a_round_are_those_counted_by_hand() -> None:
 def test_the_gain_of_a_round_is_that_published() -> None:
     plain = shapes.round_bytes(shapes.QWEN3_8B, None, [1000], 0) / 4.0e12
     speculative = shapes.round_bytes(shapes.QWEN3_8B, shapes.EAGLE_SIZE, [1000], 4) / 4.0e12
-    perfect = gain(3.08, plain, speculative, plain, speculative)
+    perfect = gain(
+        length=3.08,
+        plain_seconds=plain,
+        round_seconds=speculative,
+        plain_floor=plain,
+        round_floor=speculative,
+    )
     assert perfect.share_of_ceiling == pytest.approx(1) and perfect.efficiency == pytest.approx(1)
     assert perfect.ideal_cost == pytest.approx(1.225, abs=0.002)
     # vLLM's EAGLE-3 table: 7.07 ms plain, 3.08 tokens in 12.5 ms: 1.75 times as fast, efficiency 0.70.
-    vllm = gain(3.08, 7.07e-3, 12.47e-3, plain, speculative)
+    vllm = gain(
+        length=3.08,
+        plain_seconds=7.07e-3,
+        round_seconds=12.47e-3,
+        plain_floor=plain,
+        round_floor=speculative,
+    )
     assert vllm.speedup == pytest.approx(1.75, abs=0.01) and vllm.efficiency == pytest.approx(
         0.70, abs=0.01
     )

@@ -47,17 +47,17 @@ def record(
     times = {"draft": 1.0, "verify": 2.0, "rest": 0.5, "host": 0.5, **ms}
     draft = list(range(k))
     return RoundRecord(
-        request,
-        number,
-        position,
-        "ngram",
-        draft,
-        draft,
-        accepted,
-        [0] * (accepted + 1),
-        times,
-        k,
-        k,
+        request=request,
+        round=number,
+        position=position,
+        method="ngram",
+        draft=draft,
+        sampled=draft,
+        accepted=accepted,
+        committed=[0] * (accepted + 1),
+        ms=times,
+        draft_forwards=k,
+        k=k,
     )
 
 

@@ -224,7 +224,21 @@ class FakeEngine:
         self._metrics.first_tokens = 0
         if self.trace is not None:
             ms = {"draft": 1.0, "verify": 2.0, "rest": 0.5}
-            self.trace(RoundRecord("0", self._steps, 9, "draft", [1], [1, 2], 1, [1, 2], ms, 4, 1))
+            self.trace(
+                RoundRecord(
+                    request="0",
+                    round=self._steps,
+                    position=9,
+                    method="draft",
+                    draft=[1],
+                    sampled=[1, 2],
+                    accepted=1,
+                    committed=[1, 2],
+                    ms=ms,
+                    draft_forwards=4,
+                    k=1,
+                )
+            )
         entries = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (66, float("-inf")))) for i in ids)
         logprobs = () if self.requests[-1].params.logprobs is None else entries
         reason = None if self._remaining_pieces else self.script.finish

@@ -14,8 +14,8 @@ from tests.cli.cli_processes import PLAIN, run_on_terminal
 from tests.runtime.measuring.test_measuring_explain import make_trace
 
 BARS = [
-    Bar("plain", 50.0, "50.0", 40.0, 60.0),
-    Bar("mtp k=3", 100.0, "100.0 2.00×", 95.0, 105.0),
+    Bar(label="plain", value=50.0, text="50.0", low=40.0, high=60.0),
+    Bar(label="mtp k=3", value=100.0, text="100.0 2.00×", low=95.0, high=105.0),
     Bar("none", 0.0, "0.0"),
 ]
 
@@ -49,7 +49,7 @@ def test_without_an_interval_a_bar_is_blocks_alone() -> None:
 
 
 def test_a_wide_interval_does_not_squeeze_the_bars() -> None:
-    wild = Bar("wild", 40.0, "40.0", 1.0, 4000.0)
+    wild = Bar(label="wild", value=40.0, text="40.0", low=1.0, high=4000.0)
     lines = bar_lines([*BARS[:1], wild], 80, UNICODE)
     assert lines[0].count("█") > 20 and lines[1].rstrip("40. ").endswith("▸")
 
@@ -59,7 +59,13 @@ def test_a_wide_interval_does_not_squeeze_the_bars() -> None:
 def test_no_line_is_wider_than_the_terminal(columns: int, glyphs) -> None:
     bars = [
         *BARS,
-        Bar("a name that is far too long for any terminal" * 2, 70.0, "70.0", 60.0, 80.0),
+        Bar(
+            label="a name that is far too long for any terminal" * 2,
+            value=70.0,
+            text="70.0",
+            low=60.0,
+            high=80.0,
+        ),
     ]
     lines = bar_lines(bars, columns, glyphs)
     assert len(lines) == len(bars) * (2 if columns < 60 else 1)

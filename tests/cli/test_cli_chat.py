@@ -272,14 +272,39 @@ def test_a_damaged_session_and_a_model_without_a_template_are_refused(
 def test_drafted_characters_are_those_whose_last_byte_was() -> None:
     spelled = {1: "ä".encode()[:1], 2: "ä".encode()[1:], 3: b"xy", 4: b""}
     drafted = DraftedTextSplitter(spelled.__getitem__)
-    assert list(drafted.split_event(Event("0", (1,), "", None, (False,)))) == []
-    assert list(drafted.split_event(Event("0", (2, 3), "äx", None, (True, False)))) == [
+    assert (
+        list(
+            drafted.split_event(
+                Event(request_id="0", token_ids=(1,), text="", finish_reason=None, drafted=(False,))
+            )
+        )
+        == []
+    )
+    assert list(
+        drafted.split_event(
+            Event(
+                request_id="0",
+                token_ids=(2, 3),
+                text="äx",
+                finish_reason=None,
+                drafted=(True, False),
+            )
+        )
+    ) == [
         ("ä", True),
         ("x", False),
     ]
-    assert list(drafted.split_event(Event("0", (4,), "y\ufffd", "stop", (True,)))) == [
-        ("y\ufffd", False)
-    ]
+    assert list(
+        drafted.split_event(
+            Event(
+                request_id="0",
+                token_ids=(4,),
+                text="y\ufffd",
+                finish_reason="stop",
+                drafted=(True,),
+            )
+        )
+    ) == [("y\ufffd", False)]
 
 
 END = 258
@@ -412,7 +437,9 @@ def test_special_words_stay_text_and_spans_of_a_shared_beginning(encoder) -> Non
 
 
 TURNS = (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered"))
-CHAT = Conversation("org/name", 7, "be terse", "abc", 3, TURNS)
+CHAT = Conversation(
+    model="org/name", seed=7, system="be terse", vocabulary="abc", draws=3, turns=TURNS
+)
 
 
 def test_a_chat_comes_back_as_it_was(tmp_path: Path) -> None:

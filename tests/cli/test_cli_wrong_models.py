@@ -174,7 +174,7 @@ def test_a_wrong_model_is_named_with_a_fix(
         assert "\n" not in message and wrong.fix in fixes, (name, ran)
 
 
-DENSE = Release(64, 96, 4, 2, 1, 32)
+DENSE = Release(hidden=64, inner=96, layers=4, heads=2, key_value_heads=1, value_heads=32)
 SPARSE = replace(DENSE, experts=(4, 2, 32))
 ROPE = "rope_parameters"
 IDS = ("--prompt-ids", "1,2,3")

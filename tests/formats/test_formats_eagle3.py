@@ -63,7 +63,16 @@ def test_a_head_is_read_as_first_published(tmp_path: Path) -> None:
     assert (config.architecture, config.num_layers, config.hidden_size) == (ARCHITECTURE, 1, 4096)
     assert (config.vocab_size, config.dtype, config.tie_embeddings) == (128256, "float16", False)
     assert config.bos_token_id is None and config.eos_token_ids == ()
-    assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, False, False, False, False)
+    assert config.eagle3 == Eagle3Config(
+        target_hidden_size=4096,
+        draft_vocab_size=32000,
+        configured_layers=None,
+        num_aux_layers=3,
+        norm_before_residual=False,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+    )
     assert config.eagle3.aux_layers(32) == (2, 16, 29)
     assert (
         read_head_config(tmp_path, {**OWN_ARCHITECTURE, "draft_vocab_size": None}).draft_vocab_size
@@ -118,7 +127,16 @@ def test_layers_beyond_the_target_are_refused(tmp_path: Path) -> None:
 
 def test_the_speculators_layout_is_read(tmp_path: Path) -> None:
     config = read_config(tmp_path, SPECULATORS)
-    assert config.eagle3 == Eagle3Config(4096, 32000, None, 3, True, False, False, False)
+    assert config.eagle3 == Eagle3Config(
+        target_hidden_size=4096,
+        draft_vocab_size=32000,
+        configured_layers=None,
+        num_aux_layers=3,
+        norm_before_residual=True,
+        norm_before_fc=False,
+        fc_norm=False,
+        norm_output=False,
+    )
     flags = {
         "norm_before_residual": False,
         "norm_before_fc": True,
@@ -126,7 +144,16 @@ def test_the_speculators_layout_is_read(tmp_path: Path) -> None:
         "norm_output": True,
     }
     head = read_head_config(tmp_path, {**SPECULATORS, **flags})
-    assert head == Eagle3Config(4096, 32000, None, 3, False, True, True, True)
+    assert head == Eagle3Config(
+        target_hidden_size=4096,
+        draft_vocab_size=32000,
+        configured_layers=None,
+        num_aux_layers=3,
+        norm_before_residual=False,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
+    )
     inside = {**SPECULATORS, "transformer_layer_config": {**LAYER, "torch_dtype": None}}
     assert read_config(tmp_path, inside).dtype == "bfloat16"
 

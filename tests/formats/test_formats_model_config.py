@@ -601,7 +601,13 @@ def test_sampling_parameters_are_read(tmp_path: Path) -> None:
     other_values = {"do_sample": True, "eos_token_id": [5, 3], "x": 1}
     write_json(tmp_path, "generation_config.json", {**values, **other_values})
     assert read_generation_config(tmp_path) == GenerationConfig(
-        (5, 3), 0.6, 0.95, 0.0, 1.05, 20, True
+        eos_token_ids=(5, 3),
+        temperature=0.6,
+        top_p=0.95,
+        min_p=0.0,
+        repetition_penalty=1.05,
+        top_k=20,
+        do_sample=True,
     )
     write_json(tmp_path, "generation_config.json", {"eos_token_id": 7, "temperature": None})
     assert read_generation_config(tmp_path) == GenerationConfig((7,))

@@ -100,7 +100,14 @@ def make_model(name: str, place: Path) -> Model:
     with lane.gpu_engine(folder, graphs=False, **options) as engine:
         weights = {"fp8": "e4m3", "int8": "int8"}.get(name, options["dtype"])
         assert engine.plan.weights == weights, engine.plan.weights_reason
-        return Model(name, folder, draft, options, work, lane.run_work(engine, work, 0))
+        return Model(
+            name=name,
+            folder=folder,
+            draft=draft,
+            options=options,
+            work=work,
+            plain=lane.run_work(engine, work, 0),
+        )
 
 
 EVERY = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")

@@ -108,7 +108,14 @@ def dense(
             if kind
             else {}
         ),
-        name: lambda: ops.norm_gate_up(x, weight(2 * inner, hidden, True), None, None, norm, act),
+        name: lambda: ops.norm_gate_up(
+            x=x,
+            weight=weight(2 * inner, hidden, True),
+            bias=None,
+            workspace=None,
+            norm=norm,
+            act=act,
+        ),
     }
 
 
@@ -118,7 +125,7 @@ def head(name: str, dtype: torch.dtype, rows: int = 4, ops: Kernels = OPS) -> La
     x = of(dtype, rows, 4096)
     table = of(dtype, VOCAB, 4096)
     slots = of(I64, rows)
-    draw = Draw(slots, slots, 1, of(F32, rows), VOCAB)
+    draw = Draw(seed=slots, first=slots, step=1, temperature=of(F32, rows), usable_vocab=VOCAB)
     return {
         f"logits_{name}": lambda: ops.head_logits(x, table),
         f"sample_{name}": lambda: ops.head_sample(x, table, draw),
@@ -135,7 +142,9 @@ def products() -> Launches:
         layers = dense("8b", dtype, big) | dense("0.6b", dtype, (1024, 4096, 2048, 3072))
         cases |= layers | head(f"8b_{NAMES[dtype]}", dtype)
     for kind in (None, torch.int8):
-        cases |= dense("8b", BF16, big, kind=kind) | dense("8b_wide", BF16, big, 64, kind, ops=WIDE)
+        cases |= dense("8b", BF16, big, kind=kind) | dense(
+            name="8b_wide", dtype=BF16, sizes=big, rows=64, kind=kind, ops=WIDE
+        )
     for code in CODED:
         cases |= dense("8b", BF16, big, kind=code)
     cases |= head("8b_wide_bf16", BF16, 64, WIDE)
@@ -177,7 +186,14 @@ def attention() -> Launches:
         pool = of(dtype, 99, 64, 8, 128)
         turn = of(dtype, 4096, 128)
         rows = RotatedRows(turn, turn, of(I64, 4), of(I64, 4))
-        OPS.rotary_store(of(dtype, 4, 6144), rows, weight, 1e-6, (pool, pool), 32)
+        OPS.rotary_store(
+            qkv=of(dtype, 4, 6144),
+            rows=rows,
+            qk_weight=weight,
+            epsilon=1e-6,
+            pools=(pool, pool),
+            num_heads=32,
+        )
 
     def latent(dtype: torch.dtype) -> None:
         pool = of(dtype, 99, 64, 576)
@@ -186,11 +202,20 @@ def attention() -> Launches:
         query_rope = of(dtype, 80, 128, 192)[..., 128:]
         latents = of(dtype, 80, 2112)[:, 1536:]
         rows = RotatedRows(turn, turn, positions.view(-1), positions.view(-1))
-        OPS.latent_store(query_rope, latents, rows, of(dtype, 512), 1e-6, pool)
+        OPS.latent_store(
+            query=query_rope,
+            latent=latents,
+            rows=rows,
+            norm=of(dtype, 512),
+            epsilon=1e-6,
+            pages=pool,
+        )
         plan = OPS.plan_attention(windows, AttentionHeads(128, 1, 512), 64, dtype)
-        OPS.mla_attention(query.view(16, 5, 128, 576), pool, plan, 512, 0.1)
+        OPS.mla_attention(
+            query=query.view(16, 5, 128, 576), pages=pool, plan=plan, rank=512, scale=0.1
+        )
         plan = OPS.plan_attention(chunk, AttentionHeads(128, 1, 512), 64, dtype)
-        OPS.mla_attention(query[None], pool, plan, 512, 0.1)
+        OPS.mla_attention(query=query[None], pages=pool, plan=plan, rank=512, scale=0.1)
 
     for dtype, name in ((BF16, "bf16"), (F16, "fp16")):
         gemma = AttentionHeads(8, 4, 256, sliding=(4096,))
@@ -224,7 +249,16 @@ def experts() -> Launches:
     ) -> None:
         x = of(BF16, 32, hidden)
         corrected = kind is not None
-        rule = RouterConfig(8, corrected, corrected, True, 1.0, groups, groups_kept, 2)
+        rule = RouterConfig(
+            per_token=8,
+            sigmoid=corrected,
+            has_correction=corrected,
+            normalised=True,
+            scale=1.0,
+            groups=groups,
+            top_groups=groups_kept,
+            experts_per_group_score=2,
+        )
         parts = OPS.router_logits(x, of(F32, count, hidden))
         ids, weights = OPS.route(parts, of(F32, count) if corrected else None, rule)
         gate_up = weight_of(BF16, kind, count, (1 + act.gated) * inner, hidden)
@@ -257,7 +291,7 @@ def experts() -> Launches:
 def draws() -> Launches:
     """Return sampling and verification over an 8B vocabulary, with all steps and with the
     fewest."""
-    case = random_case(2, 3, 64, 0, "cpu")
+    case = random_case(slots=2, k=3, vocab=64, seed=0, device="cpu")
     wide = {"bias": F32, "in_prompt": BOOL, "generated": torch.int32}
     other: dict[str, Any] = {name: of(dtype, 2, VOCAB) for name, dtype in wide.items()}
     other |= {
@@ -303,7 +337,7 @@ def rounds() -> Launches:
 
     def state(width: int = 4096) -> RoundState:
         """Return the state of four slots."""
-        return RoundState(4, width - 32, 31, 64, "meta")
+        return RoundState(slots=4, max_len=width - 32, max_draft=31, pages=64, device="meta")
 
     slots = of(I64, 4)
     paging = Paging(64, 4096, 64)
@@ -322,7 +356,14 @@ def rounds() -> Launches:
             draft=of(I64, 4, k),
             num_drafts=slots,
         )
-        OPS.round_commit(s, window, token_ids, valid, accepted, counts)
+        OPS.round_commit(
+            state=s,
+            window=window,
+            sampled=token_ids,
+            finite=valid,
+            accepted=accepted,
+            generated=counts,
+        )
 
     def pairs(size: int, keeps_state: bool) -> None:
         norm = of(BF16, size)
@@ -330,10 +371,20 @@ def rounds() -> Launches:
         two = of(I64, 4, 2)
         batch = SimpleNamespace(positions=slots, width=1, states=states)
         OPS.head_input(
-            slots, of(BF16, VOCAB, size), batch, PairNorms(norm, norm, 1e-6), keeps_state
+            token_ids=slots,
+            table=of(BF16, VOCAB, size),
+            batch=batch,
+            norms=PairNorms(norm, norm, 1e-6),
+            keeps_state=keeps_state,
         )
         rows = Rows(two, two, of(BOOL, 4, 2), two)
-        OPS.keep_states(of(BF16, 4, 2, size), rows, states.rings, of(BF16, 99, size), 64)
+        OPS.keep_states(
+            hidden=of(BF16, 4, 2, size),
+            rows=rows,
+            rings=states.rings,
+            page_states=of(BF16, 99, size),
+            page_size=64,
+        )
 
     for k in (0, 7, 31):
         cases[f"{k + 1}"] = partial(OPS.round_window, s, k, paging, VOCAB)
@@ -379,8 +430,15 @@ def recurrent() -> Launches:
         ring = of(dtype, 16, 54, channels)
         mixed = inputs[:, :channels]
         bias = of(F32, channels)
-        OPS.short_conv(mixed, of(F32, 4, channels), None, ring, rows)
-        OPS.short_conv(of(dtype, 20, channels), of(F32, 3, channels), bias, ring, rows, silu=False)
+        OPS.short_conv(x=mixed, weight=of(F32, 4, channels), bias=None, ring=ring, rows=rows)
+        OPS.short_conv(
+            x=of(dtype, 20, channels),
+            weight=of(F32, 3, channels),
+            bias=bias,
+            ring=ring,
+            rows=rows,
+            silu=False,
+        )
         read(of(F32, 20, channels), of(dtype, 20, 2 * heads), sizes, True)
         OPS.gated_norm(of(F32, 20, heads, size), inputs[:, channels:], of(F32, size), 1e-6)
 
@@ -388,7 +446,13 @@ def recurrent() -> Launches:
         """Launch the scan of Granite 4.0 H Tiny: 48 heads of 64 in one group, whose states are 128
         wide."""
         read(of(F32, 20, 2 * 128 + 48 * 64), of(dtype, 20, 48), (48, 1, 128, 64), False)
-        OPS.gated_norm(of(F32, 20, 1, 3072), of(dtype, 20, 3072), of(F32, 1, 3072), 1e-6, True)
+        OPS.gated_norm(
+            x=of(F32, 20, 1, 3072),
+            gate=of(dtype, 20, 3072),
+            weight=of(F32, 1, 3072),
+            epsilon=1e-6,
+            gate_first=True,
+        )
 
     for dtype in (BF16, F16):
         cases[f"mamba_{NAMES[dtype]}"] = partial(scan, dtype)

@@ -118,7 +118,7 @@ class Operands:
             self.pair = draw(2 * n, k)
         else:
             self.weight, self.fed, self.pair = (
-                make_weight(size, k, device, kind, columns)
+                make_weight(n=size, k=k, device=device, kind=kind, columns=columns)
                 for size, columns in ((n, False), (n, True), (2 * n, True))
             )
         self.weights = self.weight, self.fed, self.pair

@@ -197,7 +197,7 @@ def attend(
     bounds = [w.end for w in windows]
     runs = [None] * len(windows)
     rows = Windows(positions.to(query.device), valid.to(query.device), table, bounds, runs)
-    return attend_planned(form, cache, rows, query, pools)
+    return attend_planned(form=form, cache=cache, rows=rows, query=query, pools=pools)
 
 
 def prefill(
@@ -215,13 +215,15 @@ def prefill(
     rows = Windows(
         positions, torch.ones_like(positions, dtype=torch.bool), table, [bound], [None], start
     )
-    return attend_planned(form, cache, rows, query[None], pools)[0]
+    return attend_planned(form=form, cache=cache, rows=rows, query=query[None], pools=pools)[0]
 
 
 def attend_planned(form: Form, cache: Cache, rows: Windows, query: Tensor, pools: Any) -> Tensor:
     plan = form.ops.plan_attention(rows, cache.heads, cache.page, query.dtype)
     if cache.rank:
-        return form.ops.mla_attention(query, pools[0], plan, cache.rank, cache.scores.scale)
+        return form.ops.mla_attention(
+            query=query, pages=pools[0], plan=plan, rank=cache.rank, scale=cache.scores.scale
+        )
     return form.ops.paged_attention(query, pools, plan, cache.scores)
 
 
@@ -320,7 +322,21 @@ def test_windows_equal_their_definition(
     form: Form, groups: int, kv_heads: int, size: int, page: int
 ) -> None:
     for dtype in form.types(groups):
-        check(form, make_cache(form, dtype, 6, 256, groups, kv_heads, size, page), WINDOWS, 5)
+        check(
+            form,
+            make_cache(
+                form=form,
+                dtype=dtype,
+                slots=6,
+                length=256,
+                groups=groups,
+                kv_heads=kv_heads,
+                size=size,
+                page=page,
+            ),
+            WINDOWS,
+            5,
+        )
 
 
 @pytest.mark.usefixtures("small")
@@ -345,12 +361,30 @@ def test_layers_slide_and_cap_by_their_definition(form: Form, kind: dict[str, An
                 tensor[slot, : max(0, start + 1 - sliding) // block * block] = NAN
         return cache
 
-    cache = forget(make_cache(form, dtype, 4, 256, 3, 1, 16, 32).like(**kind), 32, 30, 0, 124, 250)
+    cache = forget(
+        make_cache(
+            form=form, dtype=dtype, slots=4, length=256, groups=3, kv_heads=1, size=16, page=32
+        ).like(**kind),
+        32,
+        30,
+        0,
+        124,
+        250,
+    )
     check(form, cache, [Window(30, 4), Window(0, 5), Window(124, 5), Window(250, 5)], 5)
     for rows, start in (
         ((7, 190), (70, 0)) if form.name == "triton" else ((150, 70), (7, 190), (70, 0))
     ):
-        cache = make_cache(form, dtype, 1, start + rows, 2, 1, 16, 64).like(**kind)
+        cache = make_cache(
+            form=form,
+            dtype=dtype,
+            slots=1,
+            length=start + rows,
+            groups=2,
+            kv_heads=1,
+            size=16,
+            page=64,
+        ).like(**kind)
         check_prompt(form, forget(cache, 64, start), start, rows)
 
 
@@ -376,7 +410,16 @@ def test_prompt_chunks_equal_their_definition(
     form: Form, rows: int, start: int, heads: tuple[int, int], size: int, page: int
 ) -> None:
     for dtype in form.types(rows):
-        cache = make_cache(form, dtype, 1, start + rows, heads[0] // heads[1], heads[1], size, page)
+        cache = make_cache(
+            form=form,
+            dtype=dtype,
+            slots=1,
+            length=start + rows,
+            groups=heads[0] // heads[1],
+            kv_heads=heads[1],
+            size=size,
+            page=page,
+        )
         check_prompt(form, cache, start, rows)
 
 
@@ -389,12 +432,36 @@ def test_latents_equal_their_definition(form: Form, heads: int, rank: int, rope_
     if form.name == "triton" and rank > 100:
         pytest.skip("the interpreter is slow")
     for dtype in form.types(heads):
-        check(form, make_latents(form, dtype, 6, 256, heads, rank, rope_dim), WINDOWS, 5)
+        check(
+            form,
+            make_latents(
+                form=form,
+                dtype=dtype,
+                slots=6,
+                length=256,
+                heads=heads,
+                rank=rank,
+                rope_dim=rope_dim,
+            ),
+            WINDOWS,
+            5,
+        )
         for start, rows in (
             ((64, 37), (160, 5)) if form.name == "triton" else ((0, 20), (64, 37), (160, 5))
         ):
             check_prompt(
-                form, make_latents(form, dtype, 1, start + rows, heads, rank, rope_dim), start, rows
+                form,
+                make_latents(
+                    form=form,
+                    dtype=dtype,
+                    slots=1,
+                    length=start + rows,
+                    heads=heads,
+                    rank=rank,
+                    rope_dim=rope_dim,
+                ),
+                start,
+                rows,
             )
 
 
@@ -412,7 +479,9 @@ ROWS: list[tuple[int, dict[str, Any]]] = [
 def case_of(form: Form, dtype: torch.dtype, slots: int, length: int, kind: dict[str, Any]) -> Cache:
     if "latent" in kind:
         return make_latents(form, dtype, slots, length)
-    return make_cache(form, dtype, slots, length, 3, 1, 16, 32).like(**kind)
+    return make_cache(
+        form=form, dtype=dtype, slots=slots, length=length, groups=3, kv_heads=1, size=16, page=32
+    ).like(**kind)
 
 
 ALONE = [
@@ -481,7 +550,9 @@ def test_a_row_of_a_prompt_alone_is_the_row_in_its_chunk(form: Form, kind: dict[
 def test_one_key_takes_all_the_weight(form: Form) -> None:
     """A score far above the rest in an early chunk: later chunks weigh nothing, and nothing
     overflows."""
-    cache = make_cache(form, form.dtypes[0], 1, 300, 1, 1, 16, 64)
+    cache = make_cache(
+        form=form, dtype=form.dtypes[0], slots=1, length=300, groups=1, kv_heads=1, size=16, page=64
+    )
     query = torch.ones(1, 2, 1, 16, device=form.device, dtype=form.dtypes[0])
     for large, fill in ((400.0, None), (0.0, -400.0)):
         if fill is not None:
@@ -525,7 +596,9 @@ def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.Monkey
 @triton
 @pytest.mark.slow
 def test_windows_equal_their_definition_at_the_real_chunk_sizes(form: Form) -> None:
-    cache = make_cache(form, torch.float32, 4, 5160, 2, 1, 16, 64)
+    cache = make_cache(
+        form=form, dtype=torch.float32, slots=4, length=5160, groups=2, kv_heads=1, size=16, page=64
+    )
     check(form, cache, [Window(125, 5), Window(4093, 5), Window(4604, 5), Window(5119, 3)], 5)
 
 
@@ -558,7 +631,9 @@ def test_which_blocks_are_read_changes_no_bit(
     Also where blocks that were left behind are read.
     """
     start = 2 * attention_chunks.KV_BLOCK + 36
-    cache = make_cache(form, dtype, 1, 2048, 2, 2, 16, 64).like(sliding, softcap)
+    cache = make_cache(
+        form=form, dtype=dtype, slots=1, length=2048, groups=2, kv_heads=2, size=16, page=64
+    ).like(sliding, softcap)
     query = random_query(cache, 1, 32)
     positions = torch.arange(start, start + 32)[None]
     pools, table = cache.paged(form, [Window(0, 2048)], [0])
@@ -582,7 +657,14 @@ def test_which_blocks_are_read_changes_no_bit(
         plan = form.ops.plan_attention(windows, cache.heads, 64, dtype)
         assert isinstance(plan, plain.MaskPlan)
         if read_all:
-            bias = plain.causal_bias(part[0], bound, 2, dtype, 0, sliding)
+            bias = plain.causal_bias(
+                positions=part[0],
+                context=bound,
+                groups=2,
+                dtype=dtype,
+                first_key=0,
+                sliding=sliding,
+            )
             plan = replace(plan, masks={sliding: (plain.SlotMask(bias),)})
         return form.ops.paged_attention(query[:, first : first + rows], pages, plan, cache.scores)[
             0

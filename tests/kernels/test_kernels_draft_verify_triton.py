@@ -97,7 +97,9 @@ def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: s
     lengths = set()
     slots, share = (5, 0.0) if device == "cpu" else (2000, 1e-3)
     for vocab in (1, 2, 17, 600):
-        operands = random_arguments(slots, k, vocab, vocab + k, one_hot, device)
+        operands = random_arguments(
+            slots=slots, k=k, vocab=vocab, seed=vocab + k, one_hot=one_hot, device=device
+        )
         lengths |= set(decided(rule, operands, share=share)[1].tolist())
     assert len(lengths) > min(k, 2)
 
@@ -106,7 +108,7 @@ def test_kernels_do_as_the_reference(rule: str, one_hot: bool, k: int, device: s
 def test_drafts_at_the_edges_of_distributions_are_verified(rule: str, device: str) -> None:
     """The target's own; above it everywhere, which leaves no residual; of drafts that it could not
     draw."""
-    operands = random_arguments(3, 2, 300, 8, False, device)
+    operands = random_arguments(slots=3, k=2, vocab=300, seed=8, one_hot=False, device=device)
     target = operands.target
     laws = operands.draft_probs
     draft = operands.draft
@@ -146,7 +148,7 @@ def test_a_blocks_residual_is_scaled(device: str) -> None:
 
 @rules
 def test_a_slot_is_the_same_alone_and_among_others(rule: str, device: str) -> None:
-    operands = random_arguments(4, 3, 1003, 21, False, device)
+    operands = random_arguments(slots=4, k=3, vocab=1003, seed=21, one_hot=False, device=device)
     together = decided(rule, operands)
     for slot in range(4):
         rows = {name: t[slot : slot + 1].contiguous() for name, t in vars(operands).items()}

@@ -130,7 +130,9 @@ def test_states_are_kept_where_they_belong(op: Any, device: str, slots: int, siz
             kv_slots=kv_slots.to(device),
         )
         hidden = rows.to(device) if device != "cpu" else rows
-        op.keep_states(hidden, window, states, page_states, PAGE)
+        op.keep_states(
+            hidden=hidden, rows=window, rings=states, page_states=page_states, page_size=PAGE
+        )
         assert torch.equal(states[:, :DEPTH].cpu(), expected[:, :DEPTH])
         assert torch.equal(page_states[1:].cpu(), expected_pages[1:])
     assert ends, "no page ended: the test saw nothing"

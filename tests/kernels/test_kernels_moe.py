@@ -253,9 +253,11 @@ def test_experts_equal_their_definition(
     if form.name == "triton" and (rows * k > 4000 or count > 8):
         pytest.skip("the interpreter is slow")
     for dtype in form.types(count):
-        gate_up = stacked(kind, count, (1 + act.gated) * n, k, form.device, dtype)
+        gate_up = stacked(
+            kind=kind, count=count, n=(1 + act.gated) * n, k=k, device=form.device, dtype=dtype
+        )
         expert_weights = moe.ExpertWeights(
-            gate_up, stacked(kind, count, k, n, form.device, dtype), act
+            gate_up, stacked(kind=kind, count=count, n=k, k=n, device=form.device, dtype=dtype), act
         )
         if act.kind == "swiglu":
             expert_weights = expert_weights._replace(

@@ -133,7 +133,15 @@ def test_drafts_equal_a_plain_search(op: Any, device: str, seed: int) -> None:
         expected_drafts = [expected(text, k, sizes, over) for text in texts]
         width = rng.choice((WIDTH, max([4, *(len(text) for text in texts if text)])))
         drafts = look_up(
-            op, device, texts, k, sizes, rng.randrange(3), rng.randrange(20), width, over
+            op=op,
+            device=device,
+            texts=texts,
+            k=k,
+            sizes=sizes,
+            junk=rng.randrange(3),
+            slack=rng.randrange(20),
+            width=width,
+            over=over,
         )
         assert drafts == expected_drafts
 
@@ -146,5 +154,7 @@ def test_a_long_row_walks_all_its_blocks(device: str) -> None:
     for end in (5, op.BLOCK, op.BLOCK * op.PARTS - 1, op.BLOCK * op.PARTS + 300):
         text = list(range(10, width - 40))
         text[-5:] = text[end - 4 : end + 1]
-        (drafts, count, _), other = look_up(op, device, [text, [1, 1]], 4, (3, 8), width=width)
+        (drafts, count, _), other = look_up(
+            op=op, device=device, texts=[text, [1, 1]], k=4, sizes=(3, 8), width=width
+        )
         assert drafts == text[end + 1 : end + 5] and count == 4 and other[1] == 0

@@ -67,12 +67,26 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
         query = query.to(device, dtype)
         norm = torch.ones(RANK, device=device, dtype=dtype)
         rotated = ops.latent_store(
-            query[..., RANK:].contiguous(), stored, turning, norm, 1e-5, pools[0]
+            query=query[..., RANK:].contiguous(),
+            latent=stored,
+            rows=turning,
+            norm=norm,
+            epsilon=1e-5,
+            pages=pools[0],
         )
         query = torch.cat((query[..., :RANK], rotated), -1)[start:]
-        window = ops.mla_attention(query[None], pools[0], plan, RANK, 0.2)[0]
-        return [window, ops.mla_attention(query[None], pools[0], prompt, RANK, 0.2)[0]]
-    query = ops.rotary_store(stored, turning, None, 1e-5, pools, HEADS)[start:].contiguous()
+        window = ops.mla_attention(
+            query=query[None], pages=pools[0], plan=plan, rank=RANK, scale=0.2
+        )[0]
+        return [
+            window,
+            ops.mla_attention(query=query[None], pages=pools[0], plan=prompt, rank=RANK, scale=0.2)[
+                0
+            ],
+        ]
+    query = ops.rotary_store(
+        qkv=stored, rows=turning, qk_weight=None, epsilon=1e-5, pools=pools, num_heads=HEADS
+    )[start:].contiguous()
     window = ops.paged_attention(query[None], pools, plan, scores)[0]
     return [window, ops.paged_attention(query[None], pools, prompt, scores)[0]]
 

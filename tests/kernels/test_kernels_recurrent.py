@@ -108,7 +108,9 @@ class Layer:
         rows = self.rows(runs)
         s = self.shape
         values = s.heads * s.size
-        mixed = self.kernels.short_conv(x[:, : s.channels], self.weight, self.bias, self.ring, rows)
+        mixed = self.kernels.short_conv(
+            x=x[:, : s.channels], weight=self.weight, bias=self.bias, ring=self.ring, rows=rows
+        )
         gates = x[:, s.channels + values :]
         out = self.kernels.delta_rule(mixed, gates, self.rule, self.memory, rows)
         for slot, _, count, _, keep in runs:
@@ -116,7 +118,9 @@ class Layer:
                 self.applied[slot] = keep
         opening = x[:, s.channels : s.channels + values]
         out = out if s.corrects else out.view((len(out), *self.norm.shape))
-        return self.kernels.gated_norm(out, opening, self.norm, 1e-6, not s.corrects)
+        return self.kernels.gated_norm(
+            x=out, gate=opening, weight=self.norm, epsilon=1e-6, gate_first=not s.corrects
+        )
 
 
 ALL_SHAPES = pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -251,7 +255,9 @@ def test_a_convolution_may_stand_alone(form: Form) -> None:
     layer = Layer(Shape(1, 1, 5, 7, taps=3, depth=20), form, form.dtypes[0], 1, True)
     x = layer.inputs(9)[:, : layer.shape.channels]
     rows = layer.rows([(0, 1, 8, 0, 0)])
-    result = form.ops.short_conv(x, layer.weight, layer.bias, layer.ring, rows, silu=False)
+    result = form.ops.short_conv(
+        x=x, weight=layer.weight, bias=layer.bias, ring=layer.ring, rows=rows, silu=False
+    )
     before = torch.cat((x.new_zeros(2, x.shape[1]), x[1:])).double()
     expected = layer.bias + sum(before[t : t + 8] * layer.weight[t] for t in range(3))
     assert (result[1:] - expected).abs().max() < 1e-5 and not result[0].any()
@@ -365,7 +371,9 @@ def test_how_many_chunks_a_call_holds_changes_no_bit(shape: Shape, form: Form) -
         for a, b in ((other.mixed, prompt.mixed), (other.gates, prompt.gates))
     )
     rows = layer.rows(runs)
-    results = layer.kernels.delta_chunks(mixed, gates, layer.rule, layer.memory, rows)
+    results = layer.kernels.delta_chunks(
+        mixed=mixed, raw_gates=gates, rule=layer.rule, memory=layer.memory, rows=rows
+    )
     assert torch.equal(results[1 : count + 1], other_expected) and torch.equal(
         layer.memory.state[2], behind
     )

@@ -75,10 +75,22 @@ class Inputs:
         if self.rank:
             query, latent = self._split()
             return form.ops.latent_store(
-                query, latent, self.turning, self.weight, EPSILON, pools[0]
+                query=query,
+                latent=latent,
+                rows=self.turning,
+                norm=self.weight,
+                epsilon=EPSILON,
+                pages=pools[0],
             )
         weight = self.weight.float() if form.native and self.weight is not None else self.weight
-        return form.ops.rotary_store(self.wide, self.turning, weight, EPSILON, pools, self.heads)
+        return form.ops.rotary_store(
+            qkv=self.wide,
+            rows=self.turning,
+            qk_weight=weight,
+            epsilon=EPSILON,
+            pools=pools,
+            num_heads=self.heads,
+        )
 
     def _define(self, pools: list[Tensor]) -> Tensor:
         """Compute the result by definition."""
@@ -129,7 +141,15 @@ def make(
         generator = torch.Generator().manual_seed(6)
         weight = (torch.randn(shape, generator=generator).abs() + 0.5).to(form.device)
     wide = normal(rows, width, seed=5).to(form.device)
-    return Inputs(wide, turning, weight, heads[0], heads[1], size, rank)
+    return Inputs(
+        wide=wide,
+        turning=turning,
+        weight=weight,
+        heads=heads[0],
+        kv_heads=heads[1],
+        size=size,
+        rank=rank,
+    )
 
 
 CASES: list[tuple[int, tuple[int, int], int, bool, int | None]] = [
@@ -162,7 +182,9 @@ def test_rotation_and_store_equal_their_definition(
         pytest.skip("heads of the C kernels are multiples of 8")
     torch_form = Form("torch", load_kernels("torch"), form.device, form.dtypes)
     for dtype in form.types(rows):
-        inputs = make(form, rows, heads, size, normed, rank).cast(dtype)
+        inputs = make(form=form, rows=rows, heads=heads, size=size, normed=normed, rank=rank).cast(
+            dtype
+        )
         result = inputs.run(form)
         right = inputs.cast(torch.float64).run(None)
         for ours, plain, exact in zip(result, inputs.run(torch_form), right, strict=True):

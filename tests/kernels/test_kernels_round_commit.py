@@ -150,7 +150,14 @@ def check(
     finite = cut.pop("finite")
     generated = cut.pop("generated")
     counts = generated if counted else None
-    op.round_commit(round_state(**cut), window, sampled, finite, accepted, counts)
+    op.round_commit(
+        state=round_state(**cut),
+        window=window,
+        sampled=sampled,
+        finite=finite,
+        accepted=accepted,
+        generated=counts,
+    )
     for name, tensor in expected.items():
         assert name == "times" or torch.equal(state[name].cpu(), tensor), name
     return met

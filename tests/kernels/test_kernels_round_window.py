@@ -180,13 +180,15 @@ def test_drafts_follow_the_committed_tokens_from_a_first_position_on(
         first = (
             (rows.length - 3 + torch.arange(5, device=device) % 4).clamp(min=0) if seed else None
         )
-        window = op.committed_window(rows, width, rows.active, places, first, ahead)
+        window = op.committed_window(
+            state=rows, width=width, chosen=rows.active, paging=places, first=first, ahead=ahead
+        )
         expected = []
         for s, length in enumerate(lists["length"][:5]):
             at = [length - width + i for i in range(width + ahead)]
             tokens = [*lists["tokens"][s][:length], *lists["draft"][s]]
             begin = 0 if first is None else int(first[s])
-            where = expected_rows(lists, s, at, MAX_LEN - 2, begin)
+            where = expected_rows(lists=lists, s=s, at=at, limit=MAX_LEN - 2, first=begin)
             seen += where[1].count(True)
             expected.append(([tokens[max(0, p)] for p in at], *where))
         assert_window(window, expected)
@@ -209,7 +211,9 @@ def test_steps_equal_their_definition(op: Any, device: str, slots: int, k: int) 
             sampled = (drawn + step)[:, :1]
             expected = []
             slot_state = first_slots(state, slots, WIDE)
-            window = op.draft_step(slot_state, sampled, step, k, Paging(PAGE, limit, TRASH))
+            window = op.draft_step(
+                state=slot_state, sampled=sampled, step=step, k=k, paging=Paging(PAGE, limit, TRASH)
+            )
             for s, (token,) in enumerate(sampled.tolist()):
                 length = lists["length"][s]
                 lists["draft"][s][step] = token

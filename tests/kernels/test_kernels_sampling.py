@@ -44,12 +44,25 @@ DRAWN = [(vocab, coarse) for vocab in (1, 2, 3, 17, 1000, 5003) for coarse in (F
 )
 def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
     assert_same_draws(
-        form, random_case(slot_count(form, 8), 1, vocab, vocab, form.device, coarse), EVERY_STEP
+        form,
+        random_case(
+            slots=slot_count(form, 8),
+            k=1,
+            vocab=vocab,
+            seed=vocab,
+            device=form.device,
+            coarse=coarse,
+        ),
+        EVERY_STEP,
     )
     for steps in (EVERY_STEP, TRUNCATED, PLAIN, GREEDY) if form.native else ():
         for k in (0, 3):
             assert_same_draws(
-                form, random_case(60, k, vocab, vocab + k, form.device, coarse), steps
+                form,
+                random_case(
+                    slots=60, k=k, vocab=vocab, seed=vocab + k, device=form.device, coarse=coarse
+                ),
+                steps,
             )
 
 
@@ -57,7 +70,9 @@ def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: 
 def test_windows_see_their_drafts(form: Form, k: int) -> None:
     """Penalties count every earlier draft, also when one is repeated; so does the minimum
     length."""
-    case = random_case(slot_count(form, 12 // (k + 1)), k, 131, k, form.device)
+    case = random_case(
+        slots=slot_count(form, 12 // (k + 1)), k=k, vocab=131, seed=k, device=form.device
+    )
     assert_same_draws(form, case, replace(EVERY_STEP, truncation=False))
     zeros = torch.zeros_like(case.tensors.temperature)
     generated = case.tensors.generated
@@ -72,7 +87,7 @@ def test_windows_see_their_drafts(form: Form, k: int) -> None:
 @pytest.mark.parametrize("present", [False, True], ids=["without", "alone"])
 def test_steps_are_taken_one_by_one(form: Form, name: str, present: bool) -> None:
     steps = GREEDY if present else replace(EVERY_STEP, truncation=False)
-    case = random_case(slot_count(form, 4), 2, 300, 5, form.device)
+    case = random_case(slots=slot_count(form, 4), k=2, vocab=300, seed=5, device=form.device)
     assert_same_draws(form, case, replace(steps, **{name: present}))
 
 
@@ -83,7 +98,7 @@ def test_rows_that_are_not_finite_say_so(form: Form, steps: Steps) -> None:
 
     The law of such a row is NaN.
     """
-    case = random_case(7, 0, 100, 13, form.device)
+    case = random_case(slots=7, k=0, vocab=100, seed=13, device=form.device)
     logits = torch.where(case.logits.isinf(), 0.0, case.logits)
     logits[0, 0, 57] = nan
     logits[1, 0, [3, 80]] = inf
@@ -122,7 +137,7 @@ def test_a_row_is_the_same_alone_and_among_others(
     form: Form, truncation: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its draw and its law, by any number of threads."""
-    case = random_case(5, 0, 1000, 17, form.device)
+    case = random_case(slots=5, k=0, vocab=1000, seed=17, device=form.device)
     order = [3, 1, 4, 0, 2]
     steps = replace(EVERY_STEP, truncation=truncation)
     interpreted = form.name == "triton" and form.device == "cpu"
@@ -184,7 +199,9 @@ def test_every_step_has_the_samplings_law(
 ) -> None:
     """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and
     neither."""
-    case = random_case(slot_count(form, 6), 1, vocab, vocab, form.device, coarse)
+    case = random_case(
+        slots=slot_count(form, 6), k=1, vocab=vocab, seed=vocab, device=form.device, coarse=coarse
+    )
     assert_same_laws(form, case, TRUNCATED)
     sums = (
         assert_same_laws(form, case, EVERY_STEP).sum(-1).nan_to_num(1)
@@ -200,7 +217,7 @@ def test_truncation_keeps_the_right_tokens_at_its_edges(
     """Many draws, in which a token too many, or too few, would be seen; of Triton's the law shows
     it."""
     logits, top_k, top_p = EXTREMES[name]
-    case = random_case(1, 0, len(logits), 5, form.device)
+    case = random_case(slots=1, k=0, vocab=len(logits), seed=5, device=form.device)
     count = 400 if form.native else 2
     rows = torch.tensor(logits).expand(1, count, -1).contiguous()
     places = torch.arange(count)[None]
@@ -225,7 +242,7 @@ def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
 ) -> None:
     """Within a block, across blocks, between zeros of both signs; temperature 0 alone and beside
     others."""
-    case = random_case(4, 1, 300, 5, form.device)
+    case = random_case(slots=4, k=1, vocab=300, seed=5, device=form.device)
     logits = case.logits.clamp(max=1)
     logits[0, 0, [63, 64, 299]] = 8.0
     logits[1, 1, [77, 75, 200]] = 9.0
@@ -247,7 +264,7 @@ def test_ties_go_to_the_lowest_id_and_certain_rows_are_certain(
 def test_a_draft_stream_has_its_own_draws(device: str) -> None:
     """Both forms draw with the noise of the stream that is asked for, and another stream draws
     others."""
-    case = random_case(4, 0, 60, 23, device)
+    case = random_case(slots=4, k=0, vocab=60, seed=23, device=device)
     hot = replace(case.tensors, temperature=torch.full_like(case.tensors.temperature, 3.0))
     case = replace(case, tensors=hot)
     seen = []

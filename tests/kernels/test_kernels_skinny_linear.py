@@ -157,7 +157,13 @@ def test_products_equal_their_definition(
                 slack = (
                     2 if kind == "plain" and device == "cpu" else 4
                 )  # a GPU approximates exp, too
-                near(result, right, plain.to(result.dtype), slack, None if is_plain else size)
+                near(
+                    result=result,
+                    expected=right,
+                    plain=plain.to(result.dtype),
+                    slack=slack,
+                    size=None if is_plain else size,
+                )
                 if dtype == torch.float32:
                     torch.testing.assert_close(plain.double(), right, rtol=1e-4, atol=1e-4 * size)
 
@@ -253,7 +259,15 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
     def sample(x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         t = len(x)
         return twin.head_sample(
-            x, o.weight, Draw(seed[:t], first[:t], 2, heat[:t], o.weight.shape[0] - 1)
+            x,
+            o.weight,
+            Draw(
+                seed=seed[:t],
+                first=first[:t],
+                step=2,
+                temperature=heat[:t],
+                usable_vocab=o.weight.shape[0] - 1,
+            ),
         )
 
     def normed(
@@ -333,8 +347,10 @@ def test_workspace_suffices_and_is_left_as_it_was_found(n: int, k: int, device: 
         assert torch.equal(
             twin.linear(x, weight, None, workspace)[0], twin.linear(x, weight, None)[0]
         )
-        shared = twin.norm_gate_up(x, weight, None, workspace, norm)
-        assert torch.equal(shared, twin.norm_gate_up(x, weight, None, None, norm))
+        shared = twin.norm_gate_up(x=x, weight=weight, bias=None, workspace=workspace, norm=norm)
+        assert torch.equal(
+            shared, twin.norm_gate_up(x=x, weight=weight, bias=None, workspace=None, norm=norm)
+        )
         assert not workspace.counters.any()
 
 
@@ -433,7 +449,12 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
             ops.head_logits(part, weight),
         ]
         return (
-            results if n % 2 else [*results, ops.norm_gate_up(part, weight, None, None, norms[-1])]
+            results
+            if n % 2
+            else [
+                *results,
+                ops.norm_gate_up(x=part, weight=weight, bias=None, workspace=None, norm=norms[-1]),
+            ]
         )
 
     rows_alone = [products(slice(i, i + 1)) for i in range(130)]
@@ -472,9 +493,9 @@ def test_sample_is_the_full_samplers_draw(
     """
     for dtype, (slots, window) in itertools.product(dtypes, ((1, 1), (5, 1), (5, 4))):
         o, (seed, first, step, temperature) = sample_operands(
-            slots, window, device, dtype, vocab, k
+            slots=slots, window=window, device=device, dtype=dtype, vocab=vocab, k=k
         )
-        draw = Draw(seed, first, step, temperature, usable)
+        draw = Draw(seed=seed, first=first, step=step, temperature=temperature, usable_vocab=usable)
         head_ids = None
         if id_step:
             head_ids = (
@@ -541,7 +562,9 @@ def test_ties_go_to_the_lowest_id_across_tiles(device: str) -> None:
     o.weight[:] = o.weight[5]
     x = o.x * (o.x @ o.weight[5]).sign().unsqueeze(1)
     o.weight[:3] = -o.weight[:3]
-    token, finite = drawn(x, o.weight, Draw(seed, first, step, 0 * heat, 77))
+    token, finite = drawn(
+        x, o.weight, Draw(seed=seed, first=first, step=step, temperature=0 * heat, usable_vocab=77)
+    )
     assert token.tolist() == [3] * 4 and finite.all()
 
 

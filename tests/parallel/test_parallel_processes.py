@@ -66,7 +66,9 @@ def test_tokens_traffic_and_sockets_are_those_expected(
         delta = {
             r: {n: tuple(map(sub, after[r][n], before[r][n])) for n in after[r]} for r in (0, 1)
         }
-        check_traffic(engine, target, draft, group, delta, rounds)
+        check_traffic(
+            engine=engine, target=target, draft=draft, group=group, delta=delta, rounds=rounds
+        )
         addresses = [
             place.split(":")[0]
             for place in listening_addresses(process_ids_of(engine)) - before_all

@@ -27,7 +27,9 @@ class ThreadLeader:
         self._threads: list[threading.Thread] = []
 
     def ranks(self, rank: int) -> Ranks:
-        return open_ranks(self._store, rank, self.plan, LOOPBACK, Heartbeat())
+        return open_ranks(
+            store=self._store, rank=rank, plan=self.plan, host=LOOPBACK, heartbeat=Heartbeat()
+        )
 
     def open(self, usable_vocab: int) -> Ranks:
         for rank in range(1, self.plan.shape.tp):

@@ -86,7 +86,11 @@ def store_packed(
 ) -> StoredMatrix:
     """Store a matrix as compressed-tensors packs integers; group -1: a scale a row."""
     codes, scales, zeros = quantize_integers(
-        weight, bits, group if group > 0 else weight.shape[1], sym, scale
+        weight=weight,
+        bits=bits,
+        group=group if group > 0 else weight.shape[1],
+        sym=sym,
+        scale=scale,
     )
     tensors = {
         "weight_packed": pack_words(codes, bits),
@@ -147,7 +151,9 @@ def store_awq(weight: Tensor) -> StoredMatrix:
 
 def store_int8(weight: Tensor) -> StoredMatrix:
     """Store a matrix as 8-bit integers with a scale a row."""
-    codes, scales, zeros = quantize_integers(weight, 8, weight.shape[1], True, torch.bfloat16)
+    codes, scales, zeros = quantize_integers(
+        weight=weight, bits=8, group=weight.shape[1], sym=True, scale=torch.bfloat16
+    )
     tensors = {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}
     return StoredMatrix(tensors, dequantize(codes, scales, zeros))
 

@@ -48,18 +48,62 @@ class Release:
     """
 
 
-DENSE_27B = Release(5120, 17408, 64, 24, 4, 48, float32=False)
-SPARSE_35B = Release(2048, 512, 40, 16, 2, 32, (256, 8, 512))
-NEXT_80B = Release(2048, 5120, 48, 16, 2, 32, (512, 10, 512), float32=False, fused_projections=True)
+DENSE_27B = Release(
+    hidden=5120, inner=17408, layers=64, heads=24, key_value_heads=4, value_heads=48, float32=False
+)
+SPARSE_35B = Release(
+    hidden=2048,
+    inner=512,
+    layers=40,
+    heads=16,
+    key_value_heads=2,
+    value_heads=32,
+    experts=(256, 8, 512),
+)
+NEXT_80B = Release(
+    hidden=2048,
+    inner=5120,
+    layers=48,
+    heads=16,
+    key_value_heads=2,
+    value_heads=32,
+    experts=(512, 10, 512),
+    float32=False,
+    fused_projections=True,
+)
 RELEASES = {
-    "Qwen3.5-0.8B": Release(1024, 3584, 24, 8, 2, 16, tied=True),
-    "Qwen3.5-2B": Release(2048, 6144, 24, 8, 2, 16, tied=True),
-    "Qwen3.5-4B": Release(2560, 9216, 32, 16, 4, 32, tied=True),
-    "Qwen3.5-9B": Release(4096, 12288, 32, 16, 4, 32),
+    "Qwen3.5-0.8B": Release(
+        hidden=1024, inner=3584, layers=24, heads=8, key_value_heads=2, value_heads=16, tied=True
+    ),
+    "Qwen3.5-2B": Release(
+        hidden=2048, inner=6144, layers=24, heads=8, key_value_heads=2, value_heads=16, tied=True
+    ),
+    "Qwen3.5-4B": Release(
+        hidden=2560, inner=9216, layers=32, heads=16, key_value_heads=4, value_heads=32, tied=True
+    ),
+    "Qwen3.5-9B": Release(
+        hidden=4096, inner=12288, layers=32, heads=16, key_value_heads=4, value_heads=32
+    ),
     "Qwen3.5-27B": replace(DENSE_27B, float32=True),
     "Qwen3.5-35B-A3B": SPARSE_35B,
-    "Qwen3.5-122B-A10B": Release(3072, 1024, 48, 32, 2, 64, (256, 8, 1024)),
-    "Qwen3.5-397B-A17B": Release(4096, 1024, 60, 32, 2, 64, (512, 10, 1024)),
+    "Qwen3.5-122B-A10B": Release(
+        hidden=3072,
+        inner=1024,
+        layers=48,
+        heads=32,
+        key_value_heads=2,
+        value_heads=64,
+        experts=(256, 8, 1024),
+    ),
+    "Qwen3.5-397B-A17B": Release(
+        hidden=4096,
+        inner=1024,
+        layers=60,
+        heads=32,
+        key_value_heads=2,
+        value_heads=64,
+        experts=(512, 10, 1024),
+    ),
     "Qwen3.6-27B": DENSE_27B,
     "Qwen3.6-35B-A3B": replace(SPARSE_35B, float32=False),
     "Qwen3.6-35B-A3B-FP8": replace(SPARSE_35B, float32=False, fp8=True),

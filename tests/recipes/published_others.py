@@ -86,7 +86,14 @@ def nemotron_block(c: Config, stem: str, kind: str) -> Iterator[Entry]:
     if kind == "M":
         num_heads = c["mamba_num_heads"]
         head_dim = c["mamba_head_dim"]
-        yield from mamba(mixer, hidden, num_heads, head_dim, c["n_groups"], c["ssm_state_size"])
+        yield from mamba(
+            stem=mixer,
+            hidden=hidden,
+            heads=num_heads,
+            size=head_dim,
+            groups=c["n_groups"],
+            state=c["ssm_state_size"],
+        )
     elif kind == "*":
         yield from attention(mixer, hidden, heads, keys=keys, size=size)
     else:
@@ -179,7 +186,9 @@ def minimax_m2(c: Config) -> Iterator[Entry]:
         yield from attention(f"{stem}self_attn.", hidden, heads, keys, size, fp8)
         block = f"{stem}block_sparse_moe."
         yield f"{block}e_score_correction_bias", "F32", (count,)
-        yield from routed_experts(block, c, c["intermediate_size"], count, ("w1", "w3", "w2"))
+        yield from routed_experts(
+            stem=block, c=c, inner=c["intermediate_size"], count=count, names=("w1", "w3", "w2")
+        )
 
 
 def mimo_v2(c: Config) -> Iterator[Entry]:

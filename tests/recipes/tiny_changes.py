@@ -308,7 +308,7 @@ def with_layer_embeddings(tensors: Tensors, sparse: bool = False) -> Tensors:
         ):
             changed.pop(f"{attention}{name}.weight", None)
         if shares:
-            draw_mlp(changed, f"{stem}mlp.", 256, hidden, 1.4)
+            draw_mlp(tensors=changed, stem=f"{stem}mlp.", width=256, hidden=hidden, strength=1.4)
         put(f"{stem}layer_scalar", (1,), 0.05, 0.9)
         put(f"{stem}per_layer_input_gate.weight", (width, hidden), 0.2)
         put(f"{stem}per_layer_projection.weight", (hidden, width), 0.4)

@@ -175,7 +175,13 @@ def _head_tensors(
     if o.kind == "copy":
         normed = bool(config.get("norm_before_residual", o.layout == "speculators"))
         stream_std = 1.0 if o.norm_before_fc or o.fc_norm else SOFT_STREAM_STD
-        inside = _copy_layer(target_tensors, verifier, draw, o.hidden_share, normed)
+        inside = _copy_layer(
+            target=target_tensors,
+            verifier=verifier,
+            draw=draw,
+            share=o.hidden_share,
+            normed_residual=normed,
+        )
         inside["fc.weight"] = draw("fc", (hidden, fused), 1.0 / (stream_std * math.sqrt(fused)))
     else:
         inside = _draw_head(layer, fused, vocab, draw)

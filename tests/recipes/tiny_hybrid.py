@@ -167,7 +167,7 @@ def _draw_layer(config: Json, prefix: str, linear: bool, seed: int, gain: float)
             is_decay = name.endswith("A_log")
             std = 0.7 if is_decay else 0.2
             mean = 0.3 if is_decay else float("linear_attn.norm" in name)
-        tensors[name] = _draw(seed, name, shape, std, mean)
+        tensors[name] = _draw(seed=seed, name=name, shape=shape, std=std, mean=mean)
     return tensors
 
 
@@ -183,7 +183,11 @@ def _draw_model(config: Json, kinds: list[str], seed: int, agreeing: float | Non
     for layer, kind in enumerate(kinds):
         gain = 0.3 if agreeing is None else agreeing if layer < 2 else agreeing * LATE_GAIN
         tensors |= _draw_layer(
-            config, f"model.layers.{layer}.", kind == "linear_attention", seed, gain
+            config=config,
+            prefix=f"model.layers.{layer}.",
+            linear=kind == "linear_attention",
+            seed=seed,
+            gain=gain,
         )
     return tensors
 
@@ -200,5 +204,11 @@ def _draw_mtp(config: Json, seed: int, agreeing: float | None) -> Tensors:
         "mtp.fc.weight": torch.cat((token, state), 1),
         # As the target's last norm where they shall agree.
         "mtp.norm.weight": _draw(seed, "norm" if agreeing else "mtp.norm", (hidden,), 0.1),
-        **_draw_layer(config, "mtp.layers.0.", False, seed, 0.01 if agreeing else 0.5),
+        **_draw_layer(
+            config=config,
+            prefix="mtp.layers.0.",
+            linear=False,
+            seed=seed,
+            gain=0.01 if agreeing else 0.5,
+        ),
     }

@@ -96,7 +96,14 @@ def write_tiny_mtp(
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     for module in range(modules):
-        tensors |= module_tensors(tensors, config, family, module, kind, hidden_share)
+        tensors |= module_tensors(
+            target=tensors,
+            config=config,
+            family=family,
+            module=module,
+            kind=kind,
+            share=hidden_share,
+        )
     if shards > 1:
         (folder / "model.safetensors").unlink()
     write_tensors(folder, {name: tensor.clone() for name, tensor in tensors.items()}, shards)

@@ -140,7 +140,9 @@ def train_target(
         compile_parts(target)
     optimizers = make_optimizers(target.mtp if mtp_only else target, arguments.scale)
     steps = arguments.mtp_steps if mtp_only else arguments.steps
-    for step, done, ids in training_steps(optimizers, batches, steps, recorder, MTP_DEPTHS):
+    for step, done, ids in training_steps(
+        optimizers=optimizers, batches=batches, steps=steps, recorder=recorder, extra=MTP_DEPTHS
+    ):
         # Every few batches unroll the layer over its own recycled states, on half the rows.
         depths = MTP_DEPTHS if step % arguments.unroll_every == 0 else 1
         cross_entropy, mtp_loss, agreed = mtp_losses(target, ids, depths, mtp_only)

@@ -246,7 +246,13 @@ def train(
     """Train and save the head; return the record."""
     recorder = Recorder("eagle3")
     optimizers = make_optimizers(head, arguments.scale)
-    for step, _, ids in training_steps(optimizers, batches, arguments.steps, recorder, DEPTHS):
+    for step, _, ids in training_steps(
+        optimizers=optimizers,
+        batches=batches,
+        steps=arguments.steps,
+        recorder=recorder,
+        extra=DEPTHS,
+    ):
         # Two steps a batch: half the rows train the first draft only, the other half all depths.
         draft_losses(head, target, ids[1::2, : 1 - DEPTHS], 1)[0].sum().backward()
         for optimizer in optimizers:

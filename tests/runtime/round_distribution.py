@@ -176,7 +176,9 @@ class Enumeration:
         params = case.params
         pages = case.depth // PAGE_SIZE + 1
         depth = case.depth
-        state = self.state = RoundState(slots, depth + 1, max(case.ks), pages, "cpu")
+        state = self.state = RoundState(
+            slots=slots, max_len=depth + 1, max_draft=max(case.ks), pages=pages, device="cpu"
+        )
         state.tokens[:, : len(PROMPT)] = torch.tensor(PROMPT)
         state.length.fill_(len(PROMPT))
         state.length_limit.fill_(len(PROMPT) + (params.max_tokens or depth))
@@ -194,7 +196,13 @@ class Enumeration:
         for tensor in (*self.sampler.numbers.values(), self.sampler.top_k, self.sampler.bias):
             tensor.copy_(tensor[:1].clone().expand_as(tensor))
         self.sampler.in_prompt[:, list(PROMPT)] = True
-        self.round = Round(state, self.runner, self.sampler, None, kernels)  # type: ignore[arg-type]
+        self.round = Round(
+            state=state,
+            runner=self.runner,  # type: ignore[arg-type]
+            sampler=self.sampler,
+            proposer=None,
+            kernels=kernels,
+        )
         self.views = [SlotView(1, ())] * slots
         self.needs = SamplingSteps.from_params(params)
         self.weights = torch.ones(slots, dtype=torch.float64)
@@ -346,7 +354,16 @@ def emission_by_definition(case: Case, plan: Sequence[int], logits: Tensor) -> E
     if reason == GOING_ON and committed >= limit:
         reason = FULL
     fed = [token if is_known else 0 for token, is_known in zip(draft, is_in_vocab, strict=True)]
-    return Emission(len(PROMPT), num_drafts, accepted, committed, reason, 0, fed, sampled)
+    return Emission(
+        length=len(PROMPT),
+        num_drafts=num_drafts,
+        accepted=accepted,
+        committed=committed,
+        reason=reason,
+        match=0,
+        draft=fed,
+        sampled=sampled,
+    )
 
 
 def check_emissions(case: Case) -> None:

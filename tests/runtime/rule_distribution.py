@@ -182,13 +182,13 @@ def under_rule(setting: Enumeration, proposer: Any, rule: str) -> Round:
     """Return the setting's round under another rule."""
     untyped_setting: Any = setting
     return Round(
-        untyped_setting.state,
-        untyped_setting.runner,
-        untyped_setting.sampler,
-        proposer,
-        setting.round.kernels,
-        None,
-        rule,
+        state=untyped_setting.state,
+        runner=untyped_setting.runner,
+        sampler=untyped_setting.sampler,
+        proposer=proposer,
+        kernels=setting.round.kernels,
+        imposed=None,
+        verify=rule,
     )
 
 

@@ -213,7 +213,13 @@ def begins_one_early(window: Any, a: Arguments) -> Any:
 def placed(window: Any, a: Arguments, valid: Tensor, further: int = 0) -> Any:
     """Return the window with its rows at other places of the cache."""
     at = window.positions + further
-    slots = round_window.kv_slots(a.page_table, at, valid, a.page_size, a.trash_slot)
+    slots = round_window.kv_slots(
+        page_table=a.page_table,
+        positions=at,
+        valid=valid,
+        page_size=a.page_size,
+        trash_slot=a.trash_slot,
+    )
     return dataclasses.replace(window, kv_slots=slots)
 
 

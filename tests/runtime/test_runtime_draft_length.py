@@ -248,7 +248,13 @@ def copied(copying: list[bool], draft_seconds: float = 0.004, rate: float = 0.6)
         forwards = k if k <= K else 0
         length.observe_cost(k, 0.010 + 0.0001 * k, draft_seconds * forwards, forwards)
         drafted = k if copies or forwards else 0
-        length.observe(k, drafted, k if copies else round(rate * drafted), acceptance, 7 * copies)
+        length.observe(
+            k=k,
+            drafted=drafted,
+            accepted=k if copies else round(rate * drafted),
+            acceptance=acceptance,
+            match=7 * copies,
+        )
     return length, acceptance, chosen
 
 
@@ -264,7 +270,7 @@ def test_what_lookup_gives_says_nothing_of_the_model() -> None:
     before = length.rate, acceptance.accepted, acceptance.tried
     for _ in range(30):
         length.observe_cost(COPYING, 0.011, 0.0, 0)
-        length.observe(COPYING, COPYING, COPYING, acceptance, 7)
+        length.observe(k=COPYING, drafted=COPYING, accepted=COPYING, acceptance=acceptance, match=7)
     assert (length.rate, acceptance.accepted, acceptance.tried) == before
     length.observe(COPYING, 0, 0, acceptance)
     assert (
@@ -282,7 +288,13 @@ def test_lookup_alone_ends_once_its_drafts_are_rejected() -> None:
         acceptance.has_lookup_match = True
         chosen.append(k := length.choose())
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
-        length.observe(k, k, 0 if k > K else 1, acceptance, 6 if k > K else 0)
+        length.observe(
+            k=k,
+            drafted=k,
+            accepted=0 if k > K else 1,
+            acceptance=acceptance,
+            match=6 if k > K else 0,
+        )
     assert COPYING in chosen[:10] and COPYING not in chosen[-20:]
 
 
@@ -292,11 +304,13 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
     length.times.trials.clear()
     assert length.choose() == 0
     for match, k in ((0, 0), (6, COPYING)):
-        length.observe(0, 0, 0, acceptance, match)
+        length.observe(k=0, drafted=0, accepted=0, acceptance=acceptance, match=match)
         length.times.trials.clear()
         assert acceptance.has_lookup_match == (match > 0) and length.choose() == k
     for accepted, trail in ((COPYING, True), (3, False)):
-        length.observe(COPYING, COPYING, accepted, acceptance, 6)
+        length.observe(
+            k=COPYING, drafted=COPYING, accepted=accepted, acceptance=acceptance, match=6
+        )
         assert acceptance.has_lookup_match == trail
 
 

@@ -552,7 +552,14 @@ class GrammarEnumeration(RuleEnumeration):
 
     def prepare(self, needs: SamplingSteps, k: int) -> SamplingSteps:
         nothing: Any = None
-        queue = LocalRoundQueue(self.round, None, nothing, nothing, 0, alone=True)
+        queue = LocalRoundQueue(
+            round_=self.round,
+            captured=None,
+            snapshots=nothing,
+            threads=nothing,
+            draft_limit=0,
+            alone=True,
+        )
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = Grammar(TableMatcher(self.allowed, text))

@@ -199,11 +199,11 @@ def test_preparing_a_shape_changes_nothing(pairs: Pairs, watched: Watched, metho
     row = int(state.counter) % RING_DEPTH
     unread = [(row - 1) % RING_DEPTH, (row - 2) % RING_DEPTH]
     captured._capture = lambda program: (lambda: None, None)  # as a real capture, it runs nothing
-    fresh = SamplingSteps(True, True, True, False, True)
+    fresh = SamplingSteps(noise=True, truncation=True, penalties=True, bias=False, min_length=True)
     count = len(views)
     for shape in (
-        RoundShape(k, k - 1, fresh, 2, count),
-        RoundShape(0, k, SamplingSteps(), None, count),
+        RoundShape(k=k, next_k=k - 1, needs=fresh, num_logprobs=2, slots=count),
+        RoundShape(k=0, next_k=k, needs=SamplingSteps(), num_logprobs=None, slots=count),
     ):
         assert shape not in captured.captured
         CapturedRounds.capture(captured, shape, views)
@@ -388,7 +388,10 @@ def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> No
     params = SamplingParams(logprobs=1, temperature=1.0)
     assert [engine.capture_ahead([params], limit=1, concurrency=5) for _ in range(3)] == [1, 1, 0]
     noisy = SamplingSteps(noise=True)
-    assert captured.order[2:] == [RoundShape(2, 2, noisy, 1, 5), RoundShape(0, 2, noisy, 1, 5)]
+    assert captured.order[2:] == [
+        RoundShape(k=2, next_k=2, needs=noisy, num_logprobs=1, slots=5),
+        RoundShape(k=0, next_k=2, needs=noisy, num_logprobs=1, slots=5),
+    ]
     engine.add(Request("r", (5, 6, 7), GREEDY))
     assert engine.capture_ahead([GREEDY]) == 0, "while anything runs"
 

@@ -105,9 +105,19 @@ def check_hits(
 @pytest.mark.parametrize("form", NATIVE_FIRST)
 def test_a_prefix_hit_equals_a_miss(pairs: Pairs, form: str, method: str) -> None:
     if (form, method) == ("native", "mtp"):
-        check_hits(pairs, form, method, 0.0, LENGTHS, lag=2, draft_max=4)
+        check_hits(
+            pairs=pairs,
+            form=form,
+            method=method,
+            temperature=0.0,
+            lengths=LENGTHS,
+            lag=2,
+            draft_max=4,
+        )
     lengths = LENGTHS[:3] if form == "native" else LENGTHS[1:2]
-    check_hits(pairs, form, method, 1.0, lengths, lag=1, draft_max=3)
+    check_hits(
+        pairs=pairs, form=form, method=method, temperature=1.0, lengths=lengths, lag=1, draft_max=3
+    )
 
 
 @pytest.mark.parametrize(

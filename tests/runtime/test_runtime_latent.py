@@ -28,7 +28,16 @@ def row_hidden(
     parts = []
     for i, (text, start) in enumerate(zip(texts, starts, strict=False)):
         view = SlotView(LENGTH + 40, range(2 + 8 * i, 10 + 8 * i))
-        parts.append(PromptPart(i, torch.tensor([text]), start, start + width, view, False))
+        parts.append(
+            PromptPart(
+                slot=i,
+                token_ids=torch.tensor([text]),
+                begin=start,
+                end=start + width,
+                view=view,
+                chunked=False,
+            )
+        )
     together = runner._prompt_slot_rows(parts, [None])
     return runner.forward(together.rows, together.page_table, together.views).hidden
 
@@ -52,7 +61,14 @@ def test_rows_have_equal_bits(
             pages = range(2 + 8 * slot, 10 + 8 * slot)
             ids = torch.tensor([texts[slot]])
             for begin, end in ((0, 64), (64, LENGTH)):
-                part = PromptPart(0, ids, begin, end, SlotView(end, pages), begin == 0)
+                part = PromptPart(
+                    slot=0,
+                    token_ids=ids,
+                    begin=begin,
+                    end=end,
+                    view=SlotView(end, pages),
+                    chunked=begin == 0,
+                )
                 runner.forward_prompt(part)
         plain = torch.stack(
             [row_hidden(runner, texts[:1], [LENGTH + i], 1)[0, 0] for i in range(8)]

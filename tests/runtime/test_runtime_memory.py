@@ -90,7 +90,16 @@ def config_8b(**changes: Any) -> ModelConfig:
 SMALL = config_8b(
     hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True
 )
-HEAD = Eagle3Config(4096, 32000, None, 3, False, False, False, False)
+HEAD = Eagle3Config(
+    target_hidden_size=4096,
+    draft_vocab_size=32000,
+    configured_layers=None,
+    num_aux_layers=3,
+    norm_before_residual=False,
+    norm_before_fc=False,
+    fc_norm=False,
+    norm_output=False,
+)
 EAGLE = config_8b(num_layers=1, architecture="LlamaForCausalLMEagle3", eagle3=HEAD)
 
 
@@ -378,7 +387,7 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
             return func(*args, **(kwargs or {}))
 
     layers: list[Any] = [SimpleNamespace(cache=((2, 4),)), SimpleNamespace(cache=((3,),))]
-    cache = KvCache(layers, 6, 8, torch.float32, "cpu")
+    cache = KvCache(layers=layers, num_pages=6, page_size=8, dtype=torch.float32, device="cpu")
     pools = [pool.fill_(torch.nan) for layer in cache.layers for pool in layer.pools]
     with Watch():
         cache.zero_pages([3, 5])

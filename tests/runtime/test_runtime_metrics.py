@@ -22,7 +22,13 @@ def event_of(
     committed_count = 0 if reason == FAILED else accepted + 1
     row = [9, drafts, accepted, committed_count, reason, 4, 0, *range(5), *[7] * 4]
     _, drafts, matched, committed, reason, *_, sampled = read_emission(row)
-    return sequence.apply_round(sampled[:committed], drafts, matched, FINISH_REASONS[reason], now)
+    return sequence.apply_round(
+        tokens=sampled[:committed],
+        drafts=drafts,
+        matched=matched,
+        round_reason=FINISH_REASONS[reason],
+        now=now,
+    )
 
 
 def test_metrics_follow_their_definitions() -> None:
@@ -57,7 +63,7 @@ def test_what_is_cut_away_was_matched_and_not_kept() -> None:
     m = sequence.metrics
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (3, 3, 2)
     failed = sequence_of("b", (1,), 40)
-    event = event_of(failed, 2, 1, 1.0, FAILED)
+    event = event_of(sequence=failed, drafts=2, accepted=1, now=1.0, reason=FAILED)
     assert (event.token_ids, event.finish_reason) == ((), "error") and event.error
     m = failed.metrics
     assert (m.draft_n, m.draft_n_accepted_raw, m.draft_n_accepted) == (2, 1, 0)

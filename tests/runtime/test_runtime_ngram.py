@@ -29,7 +29,9 @@ def propose(
 
     junk: the token after the texts. slack: the excess of the host's bound.
     """
-    state = RoundState(len(texts), MAX_LEN, MAX_DRAFT, 1, "cpu")
+    state = RoundState(
+        slots=len(texts), max_len=MAX_LEN, max_draft=MAX_DRAFT, pages=1, device="cpu"
+    )
     state.tokens.fill_(junk)
     state.draft.fill_(-7)
     views = []
@@ -62,4 +64,7 @@ def test_drafts_equal_a_plain_search(
     shortest = sizes[0]
     longest = sizes[0] + sizes[1]
     expected = [[] if text is None else search(text, k, shortest, longest) for text in batch]
-    assert propose(batch, k, shortest, longest, junk, slack) == expected
+    assert (
+        propose(texts=batch, k=k, shortest=shortest, longest=longest, junk=junk, slack=slack)
+        == expected
+    )

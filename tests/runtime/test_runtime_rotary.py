@@ -29,7 +29,13 @@ def test_reordered_heads_rotate_as_defined(width: int, rotated: int, interleaved
     order = (dims := RotaryDims(width, rotated, interleaved)).order
     assert sorted(order or range(width)) == list(range(width))
     assert (order is None) == (width == rotated and not interleaved)
-    table = RotaryTable(RopeConfig("default", 100.0), dims, 50, torch.float32, "cpu")
+    table = RotaryTable(
+        rope=RopeConfig("default", 100.0),
+        dims=dims,
+        max_positions=50,
+        dtype=torch.float32,
+        device="cpu",
+    )
     heads = torch.randn(3, width, generator=torch.Generator().manual_seed(width))
     reordered = heads.flatten().clone()
     if order is not None:
@@ -47,6 +53,8 @@ def test_a_scale_on_the_rotation_leaves_unrotated_elements_alone() -> None:
     """YaRN scales cos and sin; elements that are not rotated keep their size."""
     scaled = RopeConfig("yarn", 100.0, 4.0, 32, attention_factor=1.5)
     unrotated = [2, 3, 4, 5, 8, 9, 10, 11]
-    table = RotaryTable(scaled, RotaryDims(12, 4), 5, torch.float32, "cpu")
+    table = RotaryTable(
+        rope=scaled, dims=RotaryDims(12, 4), max_positions=5, dtype=torch.float32, device="cpu"
+    )
     assert (table.cos[:, unrotated] == 1).all() and (table.sin[:, unrotated] == 0).all()
     assert (table.cos[0, [0, 1, 6, 7]] == 1.5).all()

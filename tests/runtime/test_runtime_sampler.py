@@ -76,7 +76,7 @@ def sampler_of(
     slots: Slots, vocab: int = VOCAB, usable: int = 0, kernels: str = "torch"
 ) -> Sampler:
     """Return a sampler with slots for these (prompt, parameters)."""
-    state = RoundState(len(slots), 64, 8, 1, "cpu")
+    state = RoundState(slots=len(slots), max_len=64, max_draft=8, pages=1, device="cpu")
     sampler = Sampler(state, vocab, usable or vocab, load_kernels(kernels))
     for slot, (prompt, params) in enumerate(slots):
         ids = torch.tensor(prompt)

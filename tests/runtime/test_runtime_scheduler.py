@@ -31,7 +31,14 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
 
 
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
-    return Scheduler(slots, PageTable(NUM_RESERVED + pages), PAGE, BLOCK, CTX, sharing=sharing)
+    return Scheduler(
+        slots=slots,
+        pages=PageTable(NUM_RESERVED + pages),
+        page_size=PAGE,
+        block=BLOCK,
+        ctx=CTX,
+        sharing=sharing,
+    )
 
 
 class SchedulerModel(RuleBasedStateMachine):
@@ -48,7 +55,13 @@ class SchedulerModel(RuleBasedStateMachine):
         self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
         snapshots = SnapshotPool(places) if places and sharing else None
         self.scheduler = Scheduler(
-            slots, self.table, PAGE, BLOCK, CTX, sharing=sharing, snapshots=snapshots
+            slots=slots,
+            pages=self.table,
+            page_size=PAGE,
+            block=BLOCK,
+            ctx=CTX,
+            sharing=sharing,
+            snapshots=snapshots,
         )
         self.saved = dict[
             int, list[int]

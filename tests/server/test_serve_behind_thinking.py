@@ -183,7 +183,11 @@ def test_where_a_grammar_begins(kind: str, case: ThinkingPrompt, tmp_path: Path)
     chat_prompt = Prompt(messages=({"role": "user", "content": "Hi"},), variables=case.variables)
     grammar, answer = GRAMMARS[kind]
     composed, begins_inside = grammar_after_thinking(
-        grammar, vocabulary, chat_prompt, case.prompt, case.inside
+        grammar=grammar,
+        vocabulary=vocabulary,
+        prompt=chat_prompt,
+        prompt_end=case.prompt,
+        inside=case.inside,
     )
     opening, closing = case.special or THINK
     thought = f"h{{m\n{closing}" if case.inside else f"{opening}h{{m\n{closing}"
@@ -204,7 +208,9 @@ def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
     grammar = GrammarSpec("lark", 'start: "x"', mark, optional=True)
     prompt = Prompt(messages=({"role": "user", "content": "Hi"},))
     for inside in (True, False):
-        composed, _ = grammar_after_thinking(grammar, vocabulary, prompt, "", inside)
+        composed, _ = grammar_after_thinking(
+            grammar=grammar, vocabulary=vocabulary, prompt=prompt, prompt_end="", inside=inside
+        )
         assert composed.after == mark and composed.thinking == ThinkingTokens(begin, end, inside)
 
 
@@ -213,6 +219,12 @@ def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: 
     config: Any = None
     vocabulary = Vocabulary(config, tokenizer, ChatTemplate("x", {"default": "[THINK]"}, {}), "x")
     prompt = Prompt(messages=({"role": "user", "content": "Hi"},))
-    grammar, _ = grammar_after_thinking(GrammarSpec("regex", "("), vocabulary, prompt, "", False)
+    grammar, _ = grammar_after_thinking(
+        grammar=GrammarSpec("regex", "("),
+        vocabulary=vocabulary,
+        prompt=prompt,
+        prompt_end="",
+        inside=False,
+    )
     with pytest.raises(SpdError, match="cannot be used"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())

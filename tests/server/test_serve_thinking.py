@@ -151,10 +151,19 @@ FAMILIES = {
         "", ("[THINK]", "[/THINK]"), (), "[THINK]hm[/THINK]Yes[/THINK]!", answer="Yes!"
     ),
     "an answer about marks": Family(
-        "", (), PLAIN, "It writes <think>a</think>.", "", "It writes <think>a</think>."
+        template="",
+        special=(),
+        added=PLAIN,
+        reply="It writes <think>a</think>.",
+        thinking="",
+        answer="It writes <think>a</think>.",
     ),
-    "blanks of an answer": Family("", (), PLAIN, " \n Yes\n", "", " \n Yes\n"),
-    "no thought": Family("", (), PLAIN, "<think>\n\n</think>\n\nYes", ""),
+    "blanks of an answer": Family(
+        template="", special=(), added=PLAIN, reply=" \n Yes\n", thinking="", answer=" \n Yes\n"
+    ),
+    "no thought": Family(
+        template="", special=(), added=PLAIN, reply="<think>\n\n</think>\n\nYes", thinking=""
+    ),
 }
 
 
@@ -281,7 +290,7 @@ def test_no_grouping_of_tokens_changes_a_reply(seed: int, tmp_path: Path) -> Non
         collected = [
             collect_reply(
                 ReplyBuilder(0, inside, tools, tokenizer, marks=marks),
-                events(tokenizer, ids, size, stops, reason),
+                events(tokenizer=tokenizer, ids=ids, size=size, stops=stops, reason=reason),
             )
             for size in (1, 2, 5, len(ids))
         ]

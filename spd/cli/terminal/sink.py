@@ -50,7 +50,7 @@ def _replace_non_finite(value: object) -> object:
 class Sink:
     """The output of a command: every write reaches the file descriptor before it returns.
 
-    The first write, not an earlier step, locks a file and, unless `append`, empties it. Raises
+    The first write, or `open` before it, locks a file and, unless `append`, empties it. Raises
     OutputClosed when a pipe's reader has closed it and ResourceError when nothing can be written;
     a new file that stayed empty is removed.
     """
@@ -81,9 +81,10 @@ class Sink:
         return cls(stream.fileno(), encoding=encoding, terminal=terminal)
 
     def open(self) -> int:
-        """Return the descriptor; the first call opens and locks a file.
+        """Return the descriptor; the first call opens a file, locks it and, unless `append`, empties it.
 
-        Raises UsageError, ResourceError.
+        Raises UsageError where it cannot be opened or another process has the lock, ResourceError
+        where the disk is full.
         """
         if self._descriptor is None:
             assert self._path is not None

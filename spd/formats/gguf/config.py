@@ -198,7 +198,7 @@ def count_types(file: GgufFile) -> dict[str, int]:
 
 
 def general_texts(file: GgufFile) -> dict[str, str]:
-    """Return the texts of `general.*`, a line each."""
+    """Return the texts of `general.*` by key without that prefix; of a list, its texts joined."""
     texts: dict[str, str] = {}
     for key, value in file.metadata.items():
         if key.startswith("general.") and isinstance(value, str):

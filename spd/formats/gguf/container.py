@@ -230,7 +230,7 @@ class _HeaderReader:
             raise self.error(f"{subject}: is not UTF-8 at byte {start + error.start}") from None
 
     def read_value(self, subject: str) -> GgufValue:
-        """Return the next typed value; an array may hold arrays, which hold none."""
+        """Return the next typed value; arrays are nested at most 2 deep."""
         value_type = self._read_type(subject)
         if value_type != _ARRAY_TYPE:
             return self._read_values(value_type, subject, 1)[0]

@@ -305,13 +305,14 @@ class DraftLength:
         acceptance: Acceptance | None = None,
         match: int = 0,
     ) -> None:
-        """Record one slot's outcome of a round verified at k with `drafted` real drafts.
+        """Record one slot's outcome of a round verified at k.
 
-        acceptance: that of the slot's request. match: tokens of the match that prompt lookup took
-        the drafts from, 0 where a model drafted.
+        drafted: the drafts that the slot had, of the k that there was room for. acceptance: that of
+        the slot's request. match: tokens of prompt lookup's match, at k = 0 too; 0 where there was
+        none or a model drafted.
         """
         if self.lookup_k and acceptance is not None:
-            # Otherwise the slot did not take part in those drafts.
+            # A slot with a match but no drafts took no part in a round of lookup alone.
             if acceptance.has_lookup_match and k > self.maximum and (drafted or not match):
                 accepted_before, rounds = self.lookup_acceptance
                 self.lookup_acceptance = (DECAY * accepted_before + accepted, DECAY * rounds + 1)

@@ -100,7 +100,7 @@ def _unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def _scale_entries(scales: Tensor, entries: Tensor, signs: Tensor) -> Tensor:
-    """Return values of points and signs [B, G, ...] whose scales are [B, G]: float32 [B, 256]."""
+    """Return values of entries and signs [B, G, ...] whose scales are [B, G]: float32 [B, 256]."""
     groups = scales.shape[1]
     shape = (len(scales), groups, -1)
     return (scales[:, :, None] * entries.reshape(shape) * signs.reshape(shape)).flatten(1)
@@ -157,8 +157,10 @@ def iq3_s(blocks: Tensor) -> Tensor:
 
 
 def iq1_s(blocks: Tensor) -> Tensor:
-    """Dequantize blocks of d f16, 32 bytes of codes, 8 words of 4 of 3 high bits, a scale of 3
-    bits, and which way points move.
+    """Dequantize blocks of d f16, 32 low bytes of codes, and a word for every 32 elements.
+
+    A word has the 3 high bits of 4 codes, a scale of 3 bits, and the sign of DELTA, which is added
+    to the entries.
     """
     words = _read_words(blocks[:, 34:], torch.int16)
     scales = _read_float16(blocks, 0) * (2 * (words >> 12 & 7) + 1).float()

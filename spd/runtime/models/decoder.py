@@ -62,7 +62,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class ParallelLayer(DecoderLayer):
-    """A layer whose blocks both read the stream before it."""
+    """A layer whose two blocks both read the stream that enters it."""
 
     mlp: GatedMlp
 

@@ -288,12 +288,13 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
         )
         for i in range(modules)
     )
-    # Each module has its own embedding and head where the target's are divided among other ranks;
-    # modules of Step's layout always have a head.
-    tables = 2 if shape.draft_tp != shape.tp else [*mtp.layout.family.private_tables] == ["head"]
-    weights += (
-        modules * tables * -(-config.vocab_size // shape.draft_tp) * config.hidden_size * width
-    )
+    # Tables of a module's own: both where the target's are divided among other ranks; the head where
+    # a family writes a head and no embedding (Step). Other copies count as equal to the target's.
+    own_tables = 2 if shape.draft_tp != shape.tp else 0
+    if own_tables == 0 and [*mtp.layout.family.private_tables] == ["head"]:
+        own_tables = 1
+    table_rows = -(-config.vocab_size // shape.draft_tp)
+    weights += modules * own_tables * table_rows * config.hidden_size * width
     return weights, modules * (positions + states) * width
 
 

@@ -99,7 +99,13 @@ def _scores(tokens: Sequence[str], types: Sequence[int]) -> tuple[float, ...]:
 
 def file_of(metadata: dict[str, GgufValue]) -> GgufFile:
     """Return a file that holds only metadata."""
-    return GgufFile(Path("vocabulary.gguf"), 3, MappingProxyType(metadata), {}, {})
+    return GgufFile(
+        path=Path("vocabulary.gguf"),
+        version=3,
+        metadata=MappingProxyType(metadata),
+        tensors={},
+        identities={},
+    )
 
 
 def random_texts(count: int, names: Sequence[str], seed: int = 0) -> list[str]:

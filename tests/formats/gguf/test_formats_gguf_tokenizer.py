@@ -380,7 +380,15 @@ def template_of(metadata: dict[str, GgufValue]) -> ChatTemplate:
 
 def test_templates_and_special_words_are_the_files() -> None:
     metadata = byte_level([("<s>", CONTROL)], bos_token_id=256)
-    assert read_template(file_of(metadata), TokenizerConfig({}, (), None, None, None)) is None
+    assert (
+        read_template(
+            file_of(metadata),
+            TokenizerConfig(
+                roles={}, additional_tokens=(), add_bos=None, add_eos=None, fields=None
+            ),
+        )
+        is None
+    )
     metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
     metadata["tokenizer.chat_template.tool_use"] = "tools: {{ tools | length }}"
     template = template_of(metadata)
@@ -403,7 +411,12 @@ def test_a_template_beyond_its_limit_is_refused() -> None:
     for value, message in ((1_000_001 * "x", "more than 1,000,000"), (7, "7 is not a string")):
         metadata["tokenizer.chat_template"] = value
         with pytest.raises(CheckpointError, match=message):
-            read_template(file_of(metadata), TokenizerConfig({}, (), None, None, None))
+            read_template(
+                file_of(metadata),
+                TokenizerConfig(
+                    roles={}, additional_tokens=(), add_bos=None, add_eos=None, fields=None
+                ),
+            )
 
 
 def test_sampling_is_as_the_file_says() -> None:

@@ -106,7 +106,9 @@ def test_times_follow_their_definitions() -> None:
     )  # of the second nothing came
     for load, speed in ((Load(), (5, 1.5)), (Load(4), (6, 4.0)), (Load(4, 2.0), (1, 0.3))):
         work = Workload(category="code", temperature=0.0, **vars(load))
-        sample = take_sample(ran, 0, work, 0, ["code/1", "code/2"])
+        sample = take_sample(
+            measured_pass=ran, config=0, work=work, repetition=0, prompts=["code/1", "code/2"]
+        )
         assert sample.speed == pytest.approx(speed) and sample.tokens_after_first == 5
         assert (sample.ttft_ms, sample.itl_ms) == ([500.0], [500.0, 1000.0])
         assert sample.tpot_ms == pytest.approx([300.0])
