@@ -283,8 +283,8 @@ def _too_many_error(shard: Path) -> CheckpointError:
 def _holds_only(path: Path, is_extra: Callable[[str], bool]) -> bool:
     """True if a shard with a usual name has tensors, and `is_extra` is true of the names of all.
 
-    Names are compared without the prefix of a model that also reads images. A file whose header cannot be
-    read gives False.
+    Names are compared without the prefix of a model that also reads images. A file whose header
+    cannot be read gives False.
     """
     if SHARD_NAME.fullmatch(path.name) is None:
         return False

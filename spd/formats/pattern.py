@@ -308,7 +308,7 @@ def _match_lookaround(inner: Matcher, lookaround: str) -> Matcher:
     is_positive = lookaround.endswith("=")
 
     def ahead(subject: Subject, begins: int) -> int:
-        """Return the positions where the inner matcher matches; of a negative lookahead, where it fails.
+        """Return the positions where the inner matcher matches; if negative, where it fails.
 
         Each position is tested once in a text: nested lookaheads would test it again and again.
         """

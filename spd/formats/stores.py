@@ -165,8 +165,8 @@ def _iterate_sets(
 ) -> Iterator[StoredModel]:
     """Yield a repository's models, the largest file set first, by NAME:TAG with NAME as an alias.
 
-    Companions of models, such as MTP sidecars and importance matrices, are no models. A set that lacks
-    files has a `fault`.
+    Companions of models, such as MTP sidecars and importance matrices, are no models. A set that
+    lacks files has a `fault`.
     """
     for file_set in file_sets(sizes):
         aliases = (f"{name}:{file_set.stem}", *_shorter_aliases(name, file_set), name)

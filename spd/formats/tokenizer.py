@@ -205,8 +205,8 @@ class Tokenizer:
     def _encode(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text alone, of special tokens too if `parse_special`.
 
-        Raises UsageError for half of a surrogate pair, CheckpointError if the patterns take too long,
-        and IncompatibleError if the library fails.
+        Raises UsageError for half of a surrogate pair, CheckpointError if the patterns take too
+        long, and IncompatibleError if the library fails.
         """
         try:
             text.encode()

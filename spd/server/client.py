@@ -158,8 +158,8 @@ class ServedEngine(EngineClient):
     ) -> ServedPrompt:
         """Have the server encode a prompt; return the request with its marks, notes and parameters.
 
-        think: the value of --think. Waits as long as the server takes. Raises the error with which the
-        server refuses it, or EngineError if the server has ended.
+        think: the value of --think. Waits as long as the server takes. Raises the error with which
+        the server refuses it, or EngineError if the server has ended.
         """
         self._connection.send(
             do="prepare", prompt=prompt, options=options, grammar=grammar, think=think

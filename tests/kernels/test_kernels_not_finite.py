@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,15 +76,8 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
             pages=pools[0],
         )
         query = torch.cat((query[..., :RANK], rotated), -1)[start:]
-        window = ops.mla_attention(
-            query=query[None], pages=pools[0], plan=plan, rank=RANK, scale=0.2
-        )[0]
-        return [
-            window,
-            ops.mla_attention(query=query[None], pages=pools[0], plan=prompt, rank=RANK, scale=0.2)[
-                0
-            ],
-        ]
+        attend_latent = partial(ops.mla_attention, query[None], pools[0], rank=RANK, scale=0.2)
+        return [attend_latent(plan=plan)[0], attend_latent(plan=prompt)[0]]
     query = ops.rotary_store(
         qkv=stored, rows=turning, qk_weight=None, epsilon=1e-5, pools=pools, num_heads=HEADS
     )[start:].contiguous()

@@ -301,19 +301,16 @@ def _copy_layer(
     share: of the old state that stays. normed_residual: the residual is that state after its norm.
     """
     source = {n: t.float() for n, t in select_below(target, "model.layers.0.").items()}
-    hidden, size, heads = (
-        verifier[key] for key in ("hidden_size", "head_dim", "num_attention_heads")
-    )
+    hidden = verifier["hidden_size"]
+    size = verifier["head_dim"]
+    heads = verifier["num_attention_heads"]
     step = hidden // size
     columns = torch.arange(size // 2) * step
     # The columns of a wider head with the rotary frequencies of a narrow one.
     columns = torch.cat((columns, columns + hidden // 2))
 
     def widened(name: str) -> Tensor:
-        """Return a projection of the copied heads, each as wide as the state.
-
-        [heads * hidden, hidden].
-        """
+        """Return a projection of the copied heads, each as wide as the state [heads * hidden, hidden]."""
         weight = source[f"self_attn.{name}_proj.weight"].view(-1, size, hidden)
         scales = source.get(f"self_attn.{name}_norm.weight")
         weight = weight if scales is None else weight * scales[:, None]

@@ -199,6 +199,18 @@ class PlainMtp(PlainTarget):
         return drafts, gap
 
 
+OUTSIDE_LAYER = (
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head",
+    "embed_tokens",
+    "final_layernorm",
+    "transformer",
+)
+"""First parts of the names of a module's tensors that its layer has not."""
+
+
 class LibraryMtp(PlainMtp):
     """A `PlainMtp` of `transformers`' layers: a module's layer is loaded as one more layer of the
     target.
@@ -212,22 +224,13 @@ class LibraryMtp(PlainMtp):
         self.numbers = {
             MODULE_NAMES[family][4].format(i=m, l=layers + m): layers + m for m in range(modules)
         }
-        outside_layer = (
-            "enorm",
-            "hnorm",
-            "eh_proj",
-            "shared_head",
-            "embed_tokens",
-            "final_layernorm",
-            "transformer",
-        )
         layer_tensors = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
             prefix = next(filter(name.startswith, self.numbers), "")
             inner_name = name.removeprefix(prefix).replace(
                 "pre_mlp_layernorm", "post_attention_layernorm"
             )
-            if not prefix or inner_name.split(".")[0] not in outside_layer:
+            if not prefix or inner_name.split(".")[0] not in OUTSIDE_LAYER:
                 name = f"model.layers.{self.numbers[prefix]}.{inner_name}" if prefix else name
                 layer_tensors[name] = tensor.contiguous()
         scratch.mkdir()

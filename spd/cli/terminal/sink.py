@@ -81,7 +81,7 @@ class Sink:
         return cls(stream.fileno(), encoding=encoding, terminal=terminal)
 
     def open(self) -> int:
-        """Return the descriptor; the first call opens a file, locks it and, unless `append`, empties it.
+        """Return the descriptor; the first call opens, locks and, unless `append`, empties a file.
 
         Raises UsageError where it cannot be opened or another process has the lock, ResourceError
         where the disk is full.

@@ -288,8 +288,8 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
         )
         for i in range(modules)
     )
-    # Tables of a module's own: both where the target's are divided among other ranks; the head where
-    # a family writes a head and no embedding (Step). Other copies count as equal to the target's.
+    # Tables of a module's own: both where the target's are divided among other ranks; the head
+    # where a family writes no embedding (Step). Other copies count as equal to the target's.
     own_tables = 2 if shape.draft_tp != shape.tp else 0
     if own_tables == 0 and [*mtp.layout.family.private_tables] == ["head"]:
         own_tables = 1

@@ -124,7 +124,7 @@ class RoundQueue(Protocol):
         ...
 
     def retire(self, slot: int, pages: list[int], end: int, place: int | None) -> None:
-        """Write what a slot's pages lack up to `end`, the drafter's included, and deactivate the slot.
+        """Write what a slot's pages lack up to `end`, the drafter's too, and deactivate it.
 
         Its request has ended, or will be admitted again. place: where a snapshot of its recurrent
         states is saved; None: only the drafter's states at the end of a partly filled page are.
