@@ -254,13 +254,16 @@ def test_rounds_without_drafts_report_matches(pairs: Pairs) -> None:
     matches_by_lag: list[list[int]] = []
     for lag in (0, 2):
         engine = pairs.get("one+ngram").make_varying_engine((0,), lag=lag)
-        outcomes = list[tuple[Any, ...]]()
-        engine.draft_length.observe = lambda *outcome, note=outcomes.append: note(outcome)  # type: ignore
+        matches = list[int]()
+
+        def observe(*, match: int, matches: list[int] = matches, **outcome: Any) -> None:
+            matches.append(match)
+
+        engine.draft_length.observe = observe  # type: ignore[method-assign, assignment]
         prompt = PROMPTS[0]
         params = SamplingParams(max_tokens=40, temperature=0.5, seed=3, logit_bias=FEW_TOKENS_BIAS)
         (run,) = run_all(engine, [prompt], [params])
         text = [*prompt, *run.tokens]
-        matches = [outcome[-1] for outcome in outcomes]
         sizes = [match_length(text[: record.position], 8) for record in run.rounds]
         assert matches == [size if size >= 2 else 0 for size in sizes[1:]]
         matches_by_lag.append(matches)

@@ -190,7 +190,7 @@ def load_tensors(
             assert isinstance(norm, FoldedNorm if fold else RowNorm)
             if isinstance(norm, RowNorm):
                 tensors[f"{i}.{name}"] = norm.scales
-        tensors[f"{i}.qk_norm"] = attention.rotate_and_store.scales
+        tensors[f"{i}.qk_norm"] = attention.query_key_step.scales
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
