@@ -256,8 +256,8 @@ def test_rounds_without_drafts_report_matches(pairs: Pairs) -> None:
         engine = pairs.get("one+ngram").make_varying_engine((0,), lag=lag)
         matches = list[int]()
 
-        def observe(*, match: int, matches: list[int] = matches, **outcome: Any) -> None:
-            matches.append(match)
+        def observe(*outcome: Any, matches: list[int] = matches) -> None:
+            matches.append(outcome[-1])
 
         engine.draft_length.observe = observe  # type: ignore[method-assign, assignment]
         prompt = PROMPTS[0]

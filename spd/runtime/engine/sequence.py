@@ -217,15 +217,15 @@ class Sequence:
         logprobs = () if scores is None else self._logprobs(scores, tokens)
         drafted = (True,) * accepted + (False,) * (len(tokens) - accepted)
         return Event(
-            request_id=self.request.id,
-            token_ids=tuple(tokens),
-            text=text,
-            finish_reason=reason,
-            drafted=drafted,
-            logprobs=logprobs,
-            error=error,
-            stop=self.detokenizer.stop if reason == "stop" else None,
-            prompt_logprobs=prompt_scores,
+            self.request.id,
+            tuple(tokens),
+            text,
+            reason,
+            drafted,
+            logprobs,
+            error,
+            self.detokenizer.stop if reason == "stop" else None,
+            prompt_scores,
         )
 
     def _begin_grammar(self, tokens: list[int], reason: str | None) -> str | None:
