@@ -383,6 +383,18 @@ def _has_logprobs(answer: Any) -> bool:
     return bool(answer["output"][0]["content"][0].get("logprobs"))
 
 
+def _wrong_field(field: str, value: object) -> Hostile:
+    """Return a chat request with one wrong field, which the refusal must name."""
+    return Hostile(
+        name=f"{field} {value!r}",
+        path=CHAT,
+        body=_ask(**{field: value}),
+        refuse=True,
+        holds=None,
+        named=field,
+    )
+
+
 def field_requests() -> Iterator[Hostile]:
     """Yield fields of other types, beyond their ranges, and some that were passed over in
     silence.
@@ -393,47 +405,19 @@ def field_requests() -> Iterator[Hostile]:
     objects = ("logit_bias", "response_format", "stream_options", "chat_template_kwargs")
     for field in (*numbers, *wholes):
         for value in WRONG_NUMBERS:
-            yield Hostile(
-                name=f"{field} {value!r}",
-                path=CHAT,
-                body=_ask(**{field: value}),
-                refuse=True,
-                holds=None,
-                named=field,
-            )
+            yield _wrong_field(field, value)
     for field in wholes:
         for value in WRONG_WHOLES:
-            yield Hostile(
-                name=f"{field} {value!r}",
-                path=CHAT,
-                body=_ask(**{field: value}),
-                refuse=True,
-                holds=None,
-                named=field,
-            )
+            yield _wrong_field(field, value)
     for field in numbers:
         for value in BEYOND:
             yield Hostile(f"{field} {value!r}", CHAT, _ask(**{field: value}), True)
     for field in flags:
         for value in WRONG_FLAGS:
-            yield Hostile(
-                name=f"{field} {value!r}",
-                path=CHAT,
-                body=_ask(**{field: value}),
-                refuse=True,
-                holds=None,
-                named=field,
-            )
+            yield _wrong_field(field, value)
     for field in objects:
         for value in WRONG_OBJECTS:
-            yield Hostile(
-                name=f"{field} {value!r}",
-                path=CHAT,
-                body=_ask(**{field: value}),
-                refuse=True,
-                holds=None,
-                named=field,
-            )
+            yield _wrong_field(field, value)
     for field in ("functions", "temprature", "best_of", "audio", "modalities"):
         yield Hostile(
             name=field, path=CHAT, body=_ask(**{field: ["x"]}), refuse=True, holds=None, named=field

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ class ThinkingPrompt:
     """A template and its prompt, and where a reply to it starts: thought, answer or any."""
 
     template: str
-    special: Sequence[str]
-    added: Sequence[str]
-    variables: Mapping[str, Any]
-    prompt: str
-    inside: bool
     starts: str
+    special: Sequence[str] = ()
+    added: Sequence[str] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str = ""
+    inside: bool = False
 
 
 def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
@@ -65,114 +65,28 @@ def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
 @pytest.mark.parametrize(
     "case",
     [
+        ThinkingPrompt("'<think>'", added=THINK, prompt="<think>\n", inside=True, starts="thought"),
+        ThinkingPrompt("'<think>'", prompt="<think>\n", inside=True, starts="thought"),
         ThinkingPrompt(
-            "'<think>'",
-            special=(),
-            added=THINK,
-            variables={},
-            prompt="<think>\n",
-            inside=True,
-            starts="thought",
+            "'[THINK]'", special=TOKENS, prompt="[THINK]", inside=True, starts="thought"
         ),
-        ThinkingPrompt(
-            "'<think>'",
-            special=(),
-            added=(),
-            variables={},
-            prompt="<think>\n",
-            inside=True,
-            starts="thought",
-        ),
-        ThinkingPrompt(
-            "'[THINK]'",
-            special=TOKENS,
-            added=(),
-            variables={},
-            prompt="[THINK]",
-            inside=True,
-            starts="thought",
-        ),
-        ThinkingPrompt(
-            "'[THINK]'",
-            special=TOKENS,
-            added=(),
-            variables={},
-            prompt="",
-            inside=False,
-            starts="any",
-        ),
-        ThinkingPrompt(
-            "'<think>'",
-            special=(),
-            added=THINK,
-            variables={},
-            prompt="",
-            inside=False,
-            starts="any",
-        ),
-        ThinkingPrompt(
-            "'<think>'", special=(), added=(), variables={}, prompt="", inside=False, starts="any"
-        ),
-        ThinkingPrompt(
-            "'<think>'",
-            special=(),
-            added=THINK,
-            variables={},
-            prompt="<think>\n\n</think>\n\n",
-            inside=False,
-            starts="answer",
-        ),
-        ThinkingPrompt(
-            SWITCH, special=(), added=THINK, variables={}, prompt="", inside=False, starts="thought"
-        ),
-        ThinkingPrompt(
-            SWITCH, special=(), added=(), variables={}, prompt="", inside=False, starts="any"
-        ),
+        ThinkingPrompt("'[THINK]'", special=TOKENS, starts="any"),
+        ThinkingPrompt("'<think>'", added=THINK, starts="any"),
+        ThinkingPrompt("'<think>'", starts="any"),
+        ThinkingPrompt("'<think>'", added=THINK, prompt="<think>\n\n</think>\n\n", starts="answer"),
+        ThinkingPrompt(SWITCH, added=THINK, starts="thought"),
+        ThinkingPrompt(SWITCH, starts="any"),
         ThinkingPrompt(
             SWITCH,
-            special=(),
             added=THINK,
             variables={"enable_thinking": False},
             prompt="<think></think>",
-            inside=False,
             starts="answer",
         ),
-        ThinkingPrompt(
-            LATE,
-            special=(),
-            added=THINK,
-            variables={},
-            prompt="</think>",
-            inside=False,
-            starts="answer",
-        ),
-        ThinkingPrompt(
-            LATE,
-            special=(),
-            added=THINK,
-            variables={"enable_thinking": True},
-            prompt="",
-            inside=False,
-            starts="thought",
-        ),
-        ThinkingPrompt(
-            "no marks",
-            special=(),
-            added=THINK,
-            variables={},
-            prompt="",
-            inside=False,
-            starts="answer",
-        ),
-        ThinkingPrompt(
-            "no marks",
-            special=TOKENS,
-            added=(),
-            variables={},
-            prompt="",
-            inside=False,
-            starts="answer",
-        ),
+        ThinkingPrompt(LATE, added=THINK, prompt="</think>", starts="answer"),
+        ThinkingPrompt(LATE, added=THINK, variables={"enable_thinking": True}, starts="thought"),
+        ThinkingPrompt("no marks", added=THINK, starts="answer"),
+        ThinkingPrompt("no marks", special=TOKENS, starts="answer"),
     ],
 )
 def test_where_a_grammar_begins(kind: str, case: ThinkingPrompt, tmp_path: Path) -> None:
