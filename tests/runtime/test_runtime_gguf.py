@@ -28,6 +28,7 @@ from tests.helpers import (
 )
 from tests.kernels.forms import needs_compiled
 from tests.recipes.tiny import write_json
+from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_gguf import SIZES, write_tiny_gguf
 
 PARAMS = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.9)]
@@ -120,6 +121,22 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
     prompts = random_prompts(2, 20, 300, seed=4)
     plain = run_all(make_engine(target), prompts, PARAMS)
     runs = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
+    assert_same_runs(runs, plain)
+    assert count_drafted(runs) > 0
+
+
+@needs_compiled
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_a_head_shares_the_embedding_in_few_bits(tmp_path: Path, kind: str) -> None:
+    """A head without tables of its own drafts from the codes of the target's embedding."""
+    file = write_tiny_gguf(tmp_path / "a.gguf", kind)
+    folder = write_folder(file, tmp_path / "folder")
+    head = write_tiny_eagle3(tmp_path / "head", folder, layout="speculators", aux=(0, 2))
+    prompts = random_prompts(2, 20, 300, seed=4)
+    options: dict[str, Any] = {"kernels": "native", "dtype": "bfloat16"}
+    plain = run_all(make_engine(file, **options), prompts, PARAMS)
+    engine = make_engine(file, spec="eagle3", draft_model=head, draft_max=3, **options)
+    runs = run_all(engine, prompts, PARAMS)
     assert_same_runs(runs, plain)
     assert count_drafted(runs) > 0
 

@@ -256,7 +256,7 @@ class ModelBuilder:
             tied_head = head if is_tied else None
             embedding = self.builder.embedding(tables.matrix("embedding"), vocab_size, tied_head)
         assert embedding is not None and head is not None
-        if isinstance(embedding, PackedEmbedding):
+        if "embedding" in tables and isinstance(embedding, PackedEmbedding):
             # The head has packed the codes; the tables' copy is not needed.
             tables.grouped.clear()
             tables.pop("embedding")
