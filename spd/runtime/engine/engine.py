@@ -425,8 +425,13 @@ class Engine(EngineClient):
         event = sequence.apply_round(
             sampled, num_drafts, accepted, finish_reason, now, result.logprobs
         )
-        # A request's first round cannot have had drafts.
-        if self.plan.adaptive and sequence.request.draft_max != 0 and sequence.metrics.rounds > 1:
+        metrics = sequence.metrics
+        if (
+            self.plan.adaptive
+            and sequence.request.draft_max != 0
+            # A request's first round cannot have had drafts.
+            and metrics.completion_tokens > metrics.first_tokens
+        ):
             self.draft_length.observe(result.k, num_drafts, accepted, sequence.acceptance, match)
         if self.trace is not None:
             record = round_record(

@@ -194,39 +194,35 @@ class Sequence:
         come first, then stop strings, then the length limit, so a stop on the last allowed token is
         a stop.
         """
-        round_reason = self._begin_grammar(tokens, round_reason)
+        grammar = self.grammar
+        if grammar is not None:
+            round_reason = self._begin_grammar(tokens, round_reason)
         reason = round_reason
         error = None
         text_tokens = tokens[:-1] if round_reason == "stop" else tokens  # a stop id has no text
-        if self.grammar is None and not self.request.params.stop:
+        if grammar is None and not self.request.params.stop:
             text = self.detokenizer.pass_on(text_tokens, final=reason is not None)
         else:
             count, host_reason, error = self._find_end(text_tokens)
             if host_reason is not None:
                 tokens = tokens[:count]
                 reason = host_reason
-            if reason in ("stop", "length") and self.grammar and not self.grammar.is_complete:
+            if reason in ("stop", "length") and grammar and not grammar.is_complete:
                 reason, error = self._incomplete(tokens, reason)
             text = self.detokenizer.take(final=reason is not None)
         if round_reason == reason == "error" and error is None:
-            error = NO_NUMBER if self.grammar is None else DEAD_END
-        accepted = min(matched, len(tokens))
-        prompt_scores = () if self.generated else self.prompt_logprobs or ()
+            error = NO_NUMBER if grammar is None else DEAD_END
+        accepted = matched if matched < len(tokens) else len(tokens)  # cheaper than `min`
         self.commit(tokens, drafts, accepted, now)
         self.metrics.draft_n_accepted_raw += matched
         logprobs = () if scores is None else self._logprobs(scores, tokens)
         drafted = (True,) * accepted + (False,) * (len(tokens) - accepted)
-        return Event(
-            self.request.id,
-            tuple(tokens),
-            text,
-            reason,
-            drafted,
-            logprobs,
-            error,
-            self.detokenizer.stop if reason == "stop" else None,
-            prompt_scores,
-        )
+        event = Event(self.request.id, tuple(tokens), text, reason, drafted, logprobs, error)
+        if reason == "stop":
+            event = event._replace(stop=self.detokenizer.stop)
+        if self.prompt_logprobs is not None and len(self.generated) == len(tokens):
+            event = event._replace(prompt_logprobs=self.prompt_logprobs)
+        return event
 
     def _begin_grammar(self, tokens: list[int], reason: str | None) -> str | None:
         """Start a deferred grammar if its opening token came last; return the finish reason, if
@@ -312,19 +308,21 @@ class Sequence:
         metrics.outcomes[outcome] = metrics.outcomes.get(outcome, 0) + 1
         if not tokens:
             return
+        count = len(tokens)
         self.generated += tokens
-        self.length += len(tokens)
-        metrics.completion_tokens += len(tokens)
+        self.length += count
+        metrics.completion_tokens += count
         elapsed_ms = 1000 * (now - self.arrived_at)
         if not metrics.first_tokens:
-            metrics.first_tokens = len(tokens)
+            metrics.first_tokens = count
             metrics.first_token_ms = elapsed_ms
         metrics.predicted_ms = elapsed_ms - metrics.first_token_ms
 
     @property
     def length_bound(self) -> int:
         """Upper bound of the length once every enqueued round has run."""
-        return min(self.length + self.in_flight, self.length_limit)
+        bound = self.length + self.in_flight
+        return bound if bound < self.length_limit else self.length_limit  # cheaper than `min`
 
     @property
     def prefill_end(self) -> int:
