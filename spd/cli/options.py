@@ -186,6 +186,22 @@ def same_as_argument(default: str = "", envvar: str | None = None) -> Any:
     return output_option(default, "MODEL", "The same as the argument.", "-m", envvar=envvar)
 
 
+def is_url(model: str | None) -> bool:
+    """True if a model is the address of a server."""
+    return model is not None and model.lower().startswith(("http://", "https://"))
+
+
+def separate_served_model(values: dict[str, Any], typed: Collection[str]) -> None:
+    """Store --model as `served_model` where the MODEL argument is a server's address, in place.
+
+    values: those of a command; `model` becomes the address. typed: names of those that were typed.
+    """
+    is_server = is_url(values["model_argument"])
+    values["served_model"] = values["model"] if is_server and "model" in typed else None
+    if is_server:
+        values["model"] = values["model_argument"]
+
+
 def merge_model_argument(values: dict[str, Any], typed: Collection[str]) -> None:
     """Store the MODEL argument as --model in the `values` of a command, in place.
 
@@ -368,6 +384,44 @@ class GenerateOptions(ReplyOptions):
     concurrency: int | None = advanced_option(
         None, "N", "Lines of --jsonl at a time. Default: 8.", min=1, max=1024
     )
+
+
+SERVER_HELP = "A folder, GGUF file, org/name or demo; or http://HOST:PORT, a server."
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VerifyOptions(ModelArgument, EngineOptions):
+    """The options of `spd verify`."""
+
+    adaptive: bool = _model_option(
+        False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive"
+    )
+    model_argument: str | None = argument("MODEL", SERVER_HELP, None)
+    served_model: str | None = None
+    """The model's name at a server: --model where the argument is the server's address."""
+    against: str = main_option(
+        "spec=off",
+        "SETTING=…|URL",
+        "Compare with spec=off, lag=0, kernels=torch, slots=1 …; a server with another.",
+    )
+    toggle: str | None = main_option(
+        None,
+        "FIELD=ON/OFF",
+        "Of a server: what in a request's body switches speculation on and off.",
+    )
+    api_key: str | None = main_option(
+        None, "KEY", "Of a server. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
+    )
+    temperature: str = main_option("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
+    max_tokens: int = main_option(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
+    tokens: int = main_option(
+        0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0
+    )
+    concurrency: int = main_option(
+        1, "N", "Requests at a time. Default: 1; of a server alone and 4.", min=1, max=1024
+    )
+    json: bool = main_option(False, None, "Print the certificate as JSON.")
+    prompts: Path | None = _model_option(None, "FILE", "Your own, as for spd bench.")
 
 
 def parse_settings(assignments: Sequence[str], flag: str = "--set") -> dict[str, Any]:

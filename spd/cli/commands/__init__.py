@@ -93,7 +93,7 @@ def complete(app: typer.Typer, variable: str) -> int:
 
 def load_command(name: str) -> Callable[..., int | None]:
     """Import a command; return it for Typer as a function with one parameter per option."""
-    from spd.cli.options import merge_model_argument, parse_settings
+    from spd.cli.options import merge_model_argument, parse_settings, separate_served_model
 
     body = getattr(import_module(f"{__name__}.{COMMAND_TABLE[name][0]}"), name.replace("-", "_"))
     options = get_type_hints(body)["options"]
@@ -107,6 +107,8 @@ def load_command(name: str) -> Callable[..., int | None]:
         values |= parse_settings(values.get("set") or ())
         sources = {name: str(context.get_parameter_source(name)) for name in values}
         typed = frozenset(name for name in values if "COMMANDLINE" in sources[name])
+        if "served_model" in hints:
+            separate_served_model(values, typed)
         merge_model_argument(values, typed)
         if "rendezvous" in hints:
             values["rendezvous"] = session.rendezvous

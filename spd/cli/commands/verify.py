@@ -1,6 +1,6 @@
 """`spd verify`: compares replies with and without speculation token by token.
 
-Writes a certificate.
+Writes a certificate. A server is compared by `verify_server.py`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.bench import parse_temperatures, requested_prompts, split_list
-from spd.cli.options import MODEL_PANEL, EngineOptions, ModelArgument, main_option, option
+from spd.cli.options import VerifyOptions, is_url
 from spd.cli.parser import parse_value
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker
@@ -63,38 +63,30 @@ MAX_DIFFERENCES = 10
 """How many differences are printed."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class VerifyOptions(ModelArgument, EngineOptions):
-    """The options of `spd verify`."""
-
-    adaptive: bool = option(
-        MODEL_PANEL, False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive"
-    )
-    against: str = main_option(
-        "spec=off", "SETTING=…", "Compare with spec=off, lag=0, kernels=torch, slots=1 …"
-    )
-    temperature: str = main_option("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = main_option(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
-    tokens: int = main_option(
-        0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0
-    )
-    concurrency: int = main_option(1, "N", "Requests at a time. Default: 1.", min=1)
-    json: bool = main_option(False, None, "Print the certificate as JSON.")
-    prompts: Path | None = option(MODEL_PANEL, None, "FILE", "Your own, as for spd bench.")
-
-
 def verify(session: Session, options: VerifyOptions) -> None:
     """Run prompts with and without speculation, compare every token; the exit code is 6 if one differs.
 
     Examples:
       spd verify FOLDER --lag 2 --json > certificate.json
       spd verify --against lag=0 --lag 2 --tokens 50000 --concurrency 8
+      spd verify http://127.0.0.1:8080 --against http://127.0.0.1:8081
     """
+    if is_url(options.model):
+        from spd.cli.commands.verify_server import verify_server
+
+        verify_server(session, options)
+    else:
+        _verify_model(session, options)
+
+
+def _verify_model(session: Session, options: VerifyOptions) -> None:
+    """Compare two engines of a model. Raises CheckFailedError if a token differs."""
     from spd.cli.reply_view import versions
     from spd.cli.run_settings import engine_config
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 
+    _check_options(options)
     temperatures = parse_temperatures(options.temperature)
     candidate = replace(
         engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
@@ -142,6 +134,14 @@ def verify(session: Session, options: VerifyOptions) -> None:
     sink.write_result(options.json, certificate, fact_lines(facts))
     if result.differences:
         raise _difference_error(result, len(requests))
+
+
+def _check_options(options: VerifyOptions) -> None:
+    """Raise UsageError for options about servers."""
+    if server_options := sorted(options.typed & {"toggle", "api_key"}):
+        message = f"--{server_options[0].replace('_', '-')} is about a server"
+        reason = [f"{options.model} runs here"]
+        raise UsageError(message, reason=reason, fix=["spd verify http://HOST:PORT"])
 
 
 def _replay_facts(result: Replay) -> dict[str, object]:

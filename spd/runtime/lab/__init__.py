@@ -5,6 +5,7 @@ from __future__ import annotations
 from spd.lazy_names import make_lazy_getattr
 
 _NAMES = {
+    "api_server": ("ApiServer",),
     "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "diagnostic_steps"),
     "explain": (
         "Explanation",
@@ -26,6 +27,19 @@ _NAMES = {
         "models_of",
         "verdict",
     ),
+    "server_check": (
+        "LIE_PERIOD",
+        "PAIRS",
+        "Mode",
+        "Question",
+        "Replies",
+        "ServerCheck",
+        "Setting",
+        "Target",
+        "count_pairs",
+        "make_settings",
+    ),
+    "server_difference": ("TextDifference", "describe_differences"),
     "sweep": ("Settings", "Sweep"),
 }
 __getattr__ = make_lazy_getattr(__name__, _NAMES)
