@@ -52,6 +52,9 @@ Reader: TypeAlias = "Callable[[Json, Settings], Generation]"
 Raises FieldError and ApiError.
 """
 
+Handler: TypeAlias = "Callable[[HttpRequest], Awaitable[ASGIApp]]"
+"""Answers requests of one URL."""
+
 
 class Endpoint(NamedTuple):
     """A path that generates a reply: the reader of its bodies, and the reply that answers them."""
@@ -84,7 +87,7 @@ class App:
         self._loopback = loopback
         self._key = None if key is None else key.encode()
         self._created = int(time.time())
-        self._paths: dict[str, tuple[str, Callable[[HttpRequest], Awaitable[ASGIApp]]]] = {
+        self._paths: dict[str, tuple[str, Handler]] = {
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
@@ -107,16 +110,7 @@ class App:
         try:
             request = HttpRequest(scope, receive)
             self._check(request)
-            path = request.scope["path"]
-            method = request.method
-            expected_method, answer = self._paths.get(
-                MODEL if path.startswith(MODEL) else path, ("", self._models)
-            )
-            if method != expected_method:
-                status, code = (
-                    (405, "method_not_allowed") if expected_method else (404, "unknown_url")
-                )
-                raise ApiError(status, f"Unknown request URL: {method} {path[:200]}.", code=code)
+            answer = self._find_handler(request.method, request.scope["path"])
             await (await answer(request))(scope, receive, send_in_time)
         except (ClientDisconnect, OSError, asyncio.TimeoutError):
             pass  # the client is gone, or takes no data
@@ -125,6 +119,17 @@ class App:
             self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
             response = JSONResponse(refusal.body, refusal.status, refusal.headers)
             await response(scope, receive, send)
+
+    def _find_handler(self, method: str, path: str) -> Handler:
+        """Return the handler of a URL. Raises ApiError for an unknown URL or method."""
+        entry = self._paths.get(MODEL if path.startswith(MODEL) else path)
+        message = f"Unknown request URL: {method} {path[:200]}."
+        if entry is None:
+            raise ApiError(404, message, code="unknown_url")
+        expected_method, handler = entry
+        if method != expected_method:
+            raise ApiError(405, message, code="method_not_allowed")
+        return handler
 
     def _check(self, request: HttpRequest) -> None:
         """Raise ApiError for a request that is not accepted."""

@@ -108,9 +108,9 @@ class WeightAllocator:
         return views
 
     def allocate_layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
-        """Allocate one layer.
+        """Allocate one layer's tensors; `prefix` begins its names in the checkpoint.
 
-        The checkpoint's names begin with `prefix`, such as `model.layers.0.`.
+        prefix: such as `model.layers.0.`.
         """
         attention = self.allocate_block(layout.attention.parameters(), prefix)
         mlp = self.allocate_block(layout.mlp.parameters(), prefix)
@@ -119,9 +119,11 @@ class WeightAllocator:
     def allocate_block(
         self, parameters: Mapping[str, ParameterSpec], prefix: str = ""
     ) -> BlockTensors:
-        """Allocate a block's parameters; the checkpoint's names begin with `prefix`.
+        """Allocate one block's tensors; `prefix` begins its names in the checkpoint.
 
-        A matrix in codes is among the `grouped`.
+        A matrix that the checkpoint holds in few bits becomes a weight in codes: it stands in
+        `grouped` of the result too. One whose parts have different types becomes a stack of such
+        weights. Every other parameter becomes a tensor of the model's dtype, or of float32.
         """
         form = self.execution.form
         tensors = BlockTensors({})
@@ -151,7 +153,7 @@ class WeightAllocator:
     def _allocate_codes(
         self, parameter: ParameterSpec, spec: PackedSpec, prefix: str
     ) -> GroupedWeight:
-        """Allocate a matrix in codes, with its quantization parameters."""
+        """Allocate the codes of a matrix in few bits, and its scales, minima and zero points."""
         rows, columns = parameter.shape
         groups = -(-columns // (spec.group or columns))
 

@@ -49,7 +49,7 @@ class OtherProcessLoad:
 
     def __init__(self) -> None:
         self.cpus = usable_cpus()
-        self.last = self._measure()
+        self.last_reading = self._measure()
 
     def _measure(self) -> tuple[float, float]:
         """Return the time, and the seconds that other processes have worked until then."""
@@ -57,9 +57,9 @@ class OtherProcessLoad:
 
     def read(self) -> float:
         """Return the load since the last reading, from 0 to the number of usable CPUs."""
-        last_time, last_seconds = self.last
+        last_time, last_seconds = self.last_reading
         now, seconds = self._measure()
-        self.last = (now, seconds)
+        self.last_reading = (now, seconds)
         load = (seconds - last_seconds) / max(now - last_time, 1e-3)
         return min(max(0.0, load), float(len(self.cpus)))
 
@@ -85,7 +85,7 @@ class AdaptiveThreads(OtherProcessLoad):
 
     def adapt(self) -> None:
         """Read the load if `WINDOW` has passed, and use as many threads as there are free CPUs."""
-        age = time.perf_counter() - self.last[0]
+        age = time.perf_counter() - self.last_reading[0]
         if age < WINDOW:
             return
         load = self.read()
