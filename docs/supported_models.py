@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
-from spd.formats import assistant, eagle3, mtp_layout
+from spd.formats import assistant, block, eagle3, mtp_layout
 from spd.formats.block_config import ATTENTION_KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.gguf.architectures import ARCHITECTURES
@@ -71,6 +71,10 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads
   are pickles, which spd does not open; the refusal names the command that converts one. A head drafts up
   to the end of the context, even beyond its training length.
+- **Block drafters**: DFlash, folders given as `--draft-model` that say {blocks}: layers of
+  Qwen3's kind that read the target's layers which the file names (`target_layer_ids`; a file without them
+  is refused), with the target's embedding and output head. One pass drafts a block of tokens, as many as
+  the file says. Drafters of the classes DFlash 2, DSpark, P-EAGLE and XPress are refused.
 - **Assistants of Gemma 4** ({assistants}): folders given as `--draft-model`, or
   found by the target's name with `-assistant` behind it, beside the target or in the cache. They read the
   target's own keys and values and take no cache; their sliding layers see as many positions as the target's.
@@ -140,6 +144,7 @@ def make_document() -> str:
         dtypes=", ".join(FLOAT_DTYPES),
         ropes=", ".join(get_args(RopeKind)),
         kinds=" and ".join(f"`{kind}`" for kind in ATTENTION_KINDS),
+        blocks=", ".join(f"`{name}`" for name in block.KINDS),
         eagle3=", ".join(f"`{name}`" for name in eagle3.ARCHITECTURES),
         assistants=", ".join(f"`{name}`" for name in assistant.ARCHITECTURES),
     )

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -31,7 +32,7 @@ Patch = pytest.MonkeyPatch
 Prompt = tuple[int, ...]
 PROPOSER_OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"spec": "ngram", "ngram_min": 2, "draft_max": 4},
-    **{spec: {"spec": spec, "draft_max": 3} for spec in ("draft", "mtp", "eagle3")},
+    **{spec: {"spec": spec, "draft_max": 3} for spec in ("draft", "mtp", "eagle3", "block")},
     "mtp+ngram": {"spec": "mtp+ngram", "draft_max": 3, "ngram_min": 2},
 }
 """Engine options of every proposer that the matrices run; the test adds a draft model or a head."""
@@ -119,6 +120,18 @@ class Run:
 
 def read_model_config(folder: Path) -> ModelConfig:
     return ModelFolder(folder).config
+
+
+def write_altered_drafter(
+    folder: Path, place: Path, change: Callable[[dict[str, torch.Tensor]], object]
+) -> Path:
+    """Write a copy of a drafter's folder with changed tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    place.mkdir()
+    save_file({name: t.contiguous() for name, t in tensors.items()}, place / "model.safetensors")
+    shutil.copy(folder / "config.json", place)
+    return place
 
 
 def make_engine(model: Path, **options: Any) -> Engine:

@@ -14,7 +14,7 @@ import pytest
 from spd.runtime import Engine, SamplingParams
 from tests.helpers import Prompt, random_prompts
 from tests.lanes import covering
-from tests.pairs import MTP_FAMILIES, Pair
+from tests.pairs import BLOCK_DRAFTERS, MTP_FAMILIES, Pair
 from tests.recipes.tiny_dense import FAMILIES
 
 VOCAB = 256
@@ -118,6 +118,7 @@ WORKLOADS: dict[str, Workload] = {
 
 METHODS = ("ngram", "draft", "self", "draft+ngram")
 HEADS = ("one", "three", "deepseek", "eagle", "speculators")
+BLOCKS = tuple(BLOCK_DRAFTERS)
 WINDOWED = ("mistral", "qwen2", "gemma2", "gemma3", "phi3")
 """Families with sliding layers or capped scores; their prompts are longer than the window."""
 SPARSE = (
@@ -341,7 +342,28 @@ CELLS = [
         slots=(4,),
         form=DTYPES,
     ),
-    # Assistants, and the demo.
+    # Block drafters, whose drafts are random, assistants, and the demo.
+    *table(
+        ["repeating"],
+        1,
+        name=BLOCKS,
+        k=(1, 4, 8),
+        lag=LAGS,
+        form=(*DTYPES, "torch"),
+        slots=(1, 4),
+    ),
+    *table(["repeating"], 1, name=(f"{BLOCKS[0]}+ngram",), **CHANGING_DRAFTS),
+    *table(
+        ["repeating"],
+        1,
+        name=BLOCKS,
+        k=(8,),
+        lag=(0, 2),
+        form=("bfloat16",),
+        slots=(4,),
+        cache_pages=(6,),
+    ),
+    *table(["mixed"], 1, name=BLOCKS, k=(3,), lag=LAGS, slots=(4,), form=DTYPES),
     *table(
         ["repeating"],
         1,

@@ -11,11 +11,13 @@ from spd.runtime import Engine
 from tests.helpers import DampedLayers, TinyShelf, make_fast_engine
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_assistant import write_assistant
+from tests.recipes.tiny_block import write_tiny_block_pair
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.assistant_reference import LibraryAssistant
+from tests.runtime.block_reference import PlainBlock
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.mtp_reference import PlainDrafter, PlainMtp
 
@@ -49,6 +51,9 @@ EAGLE3_HEADS: dict[str, dict[str, Any]] = {
         "fc_norm": True,
         "own_embedding": True,
     },
+}
+BLOCK_DRAFTERS: dict[str, dict[str, Any]] = {
+    "dflash": {"taps": (0, 2), "kinds": "fs", "window": 40, "is_causal": False, "block_size": 9},
 }
 LOOKUP_LENGTH = 7
 """Most drafts of prompt lookup in a round, where a model's drafts are fewer."""
@@ -129,6 +134,15 @@ class Pairs:
             write_tiny_pair(target, head, kind="copy", **EAGLE3_HEADS[name])
             return Pair(
                 target, {"spec": "eagle3", "draft_model": head}, lambda: PlainEagle3(target, head)
+            )
+        if name in BLOCK_DRAFTERS:
+            target = folder / "target"
+            drafter = folder / "drafter"
+            write_tiny_block_pair(target, drafter, **BLOCK_DRAFTERS[name])
+            return Pair(
+                target,
+                {"spec": "block", "draft_model": drafter},
+                lambda: PlainBlock(target, drafter),
             )
         if name in MTP_HEADS:
             write_tiny_mtp(folder, kind="copy", **MTP_HEADS[name])

@@ -51,7 +51,7 @@ KEEPERS = (
     "self",
     *(
         f"{name}{suffix}"
-        for name in ("draft", "one", "three", "eagle")
+        for name in ("draft", "one", "three", "eagle", "dflash")
         for suffix in ("", "+ngram")
     ),
 )
@@ -64,7 +64,7 @@ def greedy(count: int) -> SamplingParams:
 
 
 @pytest.mark.covers(count=4)
-@pytest.mark.parametrize("name", [*SHARERS, "one", "deepseek", "speculators", ASSISTED])
+@pytest.mark.parametrize("name", [*SHARERS, "dflash", "one", "deepseek", "speculators", ASSISTED])
 def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     """Also where a prompt continues a reply: generated tokens are found as a generated span."""
     common = random_prompts(1, 150, VOCAB, seed=9)[0]
@@ -190,7 +190,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
     assert compared[0] > 15
 
 
-@pytest.mark.parametrize("name", ["three", "three+ngram", "eagle+ngram"])
+@pytest.mark.parametrize("name", ["three", "three+ngram", "eagle+ngram", "dflash+ngram"])
 def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
     """The heads' entries of a slot that sat out rounds are computed from the target's states, too."""
     pair = pairs.get(name)
@@ -347,7 +347,9 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", ["three", *slow("eagle", "one", "speculators", ASSISTED)])
+@pytest.mark.parametrize(
+    "name", ["three", "dflash", *slow("eagle", "one", "speculators", ASSISTED)]
+)
 def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> None:
     """With pauses shorter and longer than a catch-up, between rounds of every length."""
     headed = pairs.get(name)
@@ -368,7 +370,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
         assert_same_runs(runs, plain)
 
 
-@pytest.mark.parametrize("name", ["one", "three", "eagle", "speculators", ASSISTED])
+@pytest.mark.parametrize("name", ["one", "three", "eagle", "dflash", "speculators", ASSISTED])
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends before the head has caught up leaves pages that a later prompt can draft from."""
     engine = pairs.get(name).make_engine(3, ctx=400, adaptive=True)
@@ -381,7 +383,7 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
-@pytest.mark.parametrize("name", ["three", *slow("eagle", ASSISTED)])
+@pytest.mark.parametrize("name", ["three", "dflash", *slow("eagle", ASSISTED)])
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
     params = [greedy(50 + 9 * i) for i in range(6)]
@@ -394,7 +396,7 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["three", "eagle"])
+@pytest.mark.parametrize("name", ["three", "eagle", "dflash"])
 def test_distributions_of_drafts_are_stored(pairs: Pairs, name: str, rule: str) -> None:
     """Each draft has a distribution over the target's ids, with 0 for ids that a head does not have."""
     pair = pairs.get(name)

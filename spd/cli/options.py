@@ -266,7 +266,9 @@ class EngineOptions(ModelOptions):
         "auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp+ngram.", parser=parse_spec
     )
     draft_model: str | None = main_option(
-        None, "MODEL", "A smaller model of the same vocabulary, an EAGLE-3 head or an assistant."
+        None,
+        "MODEL",
+        "A smaller model, an EAGLE-3 head, a block drafter or an assistant.",
     )
     draft_max: int | None = main_option(None, "K", "Most draft tokens in a round.")
     mtp: str | None = _model_option(None, "HEAD", "A folder with an MTP head.")

@@ -38,7 +38,7 @@ MODEL_TYPE = "eagle3"
 MAX_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 OTHER_AUX_LAYERS_KEY = "aux_hidden_state_layer_ids"
-LAYER_PREFIX = "midlayer."
+LAYER_PREFIX = "layers.0."
 """The beginning of the names of the head's layer, whatever its layout: see `text_name`."""
 TOKEN_OFFSETS = "d2t"
 EMBEDDING = "embed_tokens.weight"

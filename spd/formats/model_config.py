@@ -16,6 +16,8 @@ from pathlib import Path
 from spd.errors import CheckpointError
 from spd.formats.assistant import ARCHITECTURE as ASSISTANT
 from spd.formats.assistant import AssistantConfig, read_assistant
+from spd.formats.block import ARCHITECTURE as BLOCK
+from spd.formats.block import BlockConfig, read_block
 from spd.formats.block_config import (
     MAX_POSITIONS,
     MAX_WIDTH,
@@ -118,13 +120,22 @@ class ModelConfig:
     """How an EAGLE-3 head reads its target; such a head is no model by itself."""
     assistant: AssistantConfig | None = None
     """How an assistant reads its target; it is no model by itself."""
+    block: BlockConfig | None = None
+    """How a block drafter reads its target; it is no model by itself."""
 
     @property
     def head_kind(self) -> str | None:
         """Return the method that drafts with this head or assistant; None for a model."""
         if self.eagle3 is not None:
             return "eagle3"
+        if self.block is not None:
+            return "block"
         return "assistant" if self.assistant is not None else None
+
+    @property
+    def stream_reader(self) -> Eagle3Config | BlockConfig | None:
+        """Return how a head reads the streams between its target's layers; None for others."""
+        return self.eagle3 or self.block
 
 
 _FAMILIES = {f"{name}ForCausalLM": family for name, family in CAUSAL.items()}
@@ -179,11 +190,15 @@ Values are the part that a key configures, and the nearest class with such a par
 _DTYPES = [
     prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
 ]
-HEADS = {"eagle3": "an EAGLE-3 head", "assistant": "an assistant"}
+HEADS = {
+    "eagle3": "an EAGLE-3 head",
+    "assistant": "an assistant",
+    "block": "a block drafter",
+}
 
 
 def refuse_head(config: ModelConfig, folder: Path) -> None:
-    """Refuse an EAGLE-3 head or an assistant where a model is needed."""
+    """Refuse an EAGLE-3 head, an assistant or a block drafter where a model is needed."""
     if config.head_kind is not None:
         raise _drafter_error(HEADS[config.head_kind], folder, "--draft-model")
 
@@ -197,6 +212,15 @@ def model_config_of(fields: Fields) -> ModelConfig:
     """Return the configuration in a file's keys; of a model of images, the text's."""
     if eagle3 := read_eagle3(fields):
         return replace(_decoder_config(eagle3[1]), architecture=EAGLE3, eagle3=eagle3[0])
+    if block := read_block(fields):
+        config = _decoder_config(block[1])
+        return replace(
+            config,
+            architecture=BLOCK,
+            block=block[0],
+            logit_softcap=block[0].logit_softcap,
+            scales=Scales(embedding=block[0].embedding_scale, logits=block[0].logit_scale),
+        )
     if assistant := read_assistant(fields):
         config = _decoder_config(assistant[1])
         assert config.gemma4 is not None

@@ -13,12 +13,12 @@ _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "backbone.": "model.",
-    "layers.0.": "midlayer.",
+    "midlayer.": "layers.0.",
 }
 """Prefixes of names, and the text model's in their place.
 
-They are those of models that see images too, of Nemotron, and of an EAGLE-3 head's layer, in vLLM's
-layout and in its authors'.
+They are those of models that see images too, of Nemotron, and of an EAGLE-3 head's layer, in its
+authors' layout and in vLLM's.
 """
 _EXPERT_MATRICES = ("gate", "up", "down")
 _SCALE_SUFFIXES = ("", "_scale", "_scale_2")

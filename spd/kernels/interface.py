@@ -203,8 +203,8 @@ class Kernels(Protocol):
         """Attend query [S, Q, H, D] to each slot's pages: [S, Q, H, D].
 
         pools [pages, page, K, D], H a multiple of K. The plan comes from this set's
-        `plan_attention`. A row attends to the positions up to its own that `causal_bias` does not
-        mask; a slot without valid rows gives zeros. Q may be smaller than planned.
+        `plan_attention`. A row attends to the positions up to its own, or to `Windows.last`, that
+        `causal_bias` does not mask; a slot without valid rows gives zeros. Q may be smaller than planned.
         """
         ...
 

@@ -145,9 +145,9 @@ def test_the_fix_for_a_pickle_can_be_typed(tmp_path: Path) -> None:
     folder = tmp_path / "a $model"
     folder.mkdir()
     tied = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    tensors = {"midlayer.a": tied.t(), "b": tied, "c": tied, "d2t": torch.tensor([3, 4])}
+    tensors = {"model.a": tied.t(), "b": tied, "c": tied, "d2t": torch.tensor([3, 4])}
     tensors["u"] = torch.tensor([3], dtype=torch.uint8)
-    for number, names in enumerate((["midlayer.a", "b", "c"], ["d2t", "u"]), 1):
+    for number, names in enumerate((["model.a", "b", "c"], ["d2t", "u"]), 1):
         torch.save(
             {n: tensors[n] for n in names}, folder / f"pytorch_model-0000{number}-of-00002.bin"
         )

@@ -113,17 +113,18 @@ class Cache:
             pools.append(pool.squeeze(2) if self.rank else pool)
         return pools, table
 
-    def straight(self, slot: int, position: int, query: Tensor) -> Tensor:
-        """Compute one row by definition, of query [H, D], in its dtype."""
+    def straight(self, slot: int, position: int, query: Tensor, last: int | None = None) -> Tensor:
+        """Compute one row by definition, of query [H, D], in its dtype.
+
+        last: the row's last key, by default its position.
+        """
+        end = 1 + (position if last is None else last)
         groups = self.heads.num_heads // self.heads.num_kv_heads
         heads = self.heads
         first = max(
             min(heads.first_key, position), position + 1 - (heads.sliding[-1] or position + 1)
         )
-        visible = (
-            tensor[slot, first : position + 1].to(query.dtype)
-            for tensor in (self.keys, self.values)
-        )
+        visible = (tensor[slot, first:end].to(query.dtype) for tensor in (self.keys, self.values))
         keys, values = (tensor.repeat_interleave(groups, 1) for tensor in visible)
         scores = torch.einsum("hd,thd->ht", query, keys) * self.scores.scale
         if self.softcap is not None:
@@ -337,6 +338,43 @@ def test_windows_equal_their_definition(
             WINDOWS,
             5,
         )
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("form", "sliding", "shift"),
+    parametrize_forms([(None, 0), (5, 0), (33, 0), (33, 7), (100, 1)], (0, 3)),
+    indirect=["form"],
+)
+def test_rows_may_attend_to_the_end_of_their_block(
+    form: Form, sliding: int | None, shift: int
+) -> None:
+    """Every row of a window attends to its last position; a sliding window ends `shift` before it."""
+    windows = [Window(0, 5), Window(0, 0), Window(30, 4), Window(124, 5), Window(189, 3)]
+    cache = make_cache(form, form.dtypes[0], len(windows), 256, 2, 2, 32, 32).like(sliding)
+    query = random_query(cache, len(windows), 5)
+    pools, table = cache.paged(form, windows, range(len(windows)))
+    row = torch.arange(5)
+    starts = torch.tensor([window.start for window in windows])[:, None]
+    valid = row < torch.tensor([window.rows for window in windows])[:, None]
+    ends = torch.tensor([max(window.end - 1, 0) for window in windows])[:, None]
+    last = torch.where(valid, ends, 0).to(query.device)
+    positions = (starts + row - shift).clamp(min=0).minimum(ends).to(query.device)
+    rows = Windows(
+        positions=positions,
+        valid=valid.to(query.device),
+        page_table=table,
+        bounds=[window.end for window in windows],
+        first_pages=[None] * len(windows),
+        last=last,
+    )
+    out = attend_planned(form=form, cache=cache, rows=rows, query=query, pools=pools)
+    allowed = 2e-5 if query.dtype == torch.float32 else 3 * ROUNDED * float(cache.values.max())
+    for slot, window in enumerate(windows):
+        for i in range(window.rows):
+            at = int(positions[slot, i])
+            expected = cache.straight(slot, at, query[slot, i].double(), window.end - 1)
+            assert (out[slot, i].double() - expected).abs().max() < allowed
 
 
 @pytest.mark.usefixtures("small")

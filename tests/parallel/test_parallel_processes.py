@@ -19,7 +19,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.ranks import leader
 from spd.runtime.ranks.leader import LeadingQueue
-from spd.runtime.round.model_runner import bucket_for
+from spd.runtime.round.row_padding import bucket_for
 from tests import helpers
 from tests.helpers import (
     INTERPRETER_MARKS,

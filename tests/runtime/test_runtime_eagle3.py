@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable
 from operator import methodcaller
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spd.errors import CheckpointError
 from spd.runtime import Engine, EngineConfig, SamplingParams, make_plan
-from tests.helpers import edit_config, make_engine, random_prompts, run_all
+from tests.helpers import edit_config, make_engine, random_prompts, run_all, write_altered_drafter
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.runtime.eagle3_reference import LibraryTarget, PlainEagle3
 from tests.runtime.test_runtime_mtp import compare_drafts, generate_texts
@@ -103,12 +102,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def write_altered_head(head: Path, place: Path, change: Callable[[Parts], object]) -> Path:
     """Write a copy of a head with changed tensors."""
-    tensors = load_file(head / "model.safetensors")
-    change(tensors)
-    place.mkdir()
-    save_file({name: t.contiguous() for name, t in tensors.items()}, place / "model.safetensors")
-    shutil.copy(head / "config.json", place)
-    return edit_config(place, lambda config: config.update(draft_vocab_size=len(tensors["d2t"])))
+    write_altered_drafter(head, place, change)
+    rows = len(load_file(place / "model.safetensors")["d2t"])
+    return edit_config(place, lambda config: config.update(draft_vocab_size=rows))
 
 
 def make_head_engine(pair: Pair, head: Path | None = None) -> Engine:

@@ -12,7 +12,7 @@ from spd.errors import ResourceError
 from spd.kernels.native.build import unavailable_reason
 from spd.runtime import Engine, Event, Request, SamplingParams
 from spd.runtime.engine import scheduler
-from spd.runtime.plan import memory
+from spd.runtime.plan import memory_fit
 from spd.runtime.plan import plan as plans
 from spd.runtime.plan.memory import snapshot_nbytes
 from spd.runtime.round.snapshot_store import SnapshotStore
@@ -179,7 +179,7 @@ def test_the_least_recently_used_snapshot_is_evicted(
 def test_without_memory_for_snapshots_no_prefix_is_shared(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "SHARE_OF_SNAPSHOTS", 2**50)
+    monkeypatch.setattr(memory_fit, "SHARE_OF_SNAPSHOTS", 2**50)
     engine = make_pair_engine(pairs, "torch", "off")
     assert engine.plan.shape.snapshots == 0 and not engine.plan.shares_prefixes
     prompt = random_prompts(1, 70, 256)

@@ -24,15 +24,15 @@ from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import WeightForm, expected_tensors
-from spd.runtime.plan import machine, memory
+from spd.runtime.plan import machine, memory, memory_fit
 from spd.runtime.plan.config import format_size
 from spd.runtime.plan.memory import (
     EngineShape,
-    at_context,
     measure,
-    refusal,
     tensor_bytes,
 )
+from spd.runtime.plan.memory_fit import at_context, refusal
+from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.graphs import CapturedRounds
@@ -52,6 +52,7 @@ from tests.helpers import (
     run_all,
 )
 from tests.recipes.tiny import VARIANTS
+from tests.recipes.tiny_block import write_tiny_block_pair
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_mtp import write_tiny_mtp
 
@@ -184,12 +185,33 @@ def test_a_head_holds_what_its_plan_counts(method: str, tmp_path: Path) -> None:
     assert memory._eagle3_bytes(shape, shape.draft) == states + read
 
 
+def test_a_block_drafter_holds_what_its_plan_counts(tmp_path: Path) -> None:
+    """To the byte: its tensors, the matrices of keys and values twice, and its cache."""
+    target = tmp_path / "target"
+    drafter = write_tiny_block_pair(target, tmp_path / "drafter")
+    engine = make_engine(target, spec="block", draft_model=drafter, slots=3, ctx=500)
+    proposer = get_local_queue(engine).proposer
+    assert isinstance(proposer, BlockProposer)
+    caches = [engine.round_queue.runner.cache, proposer.runner.cache]
+    pools = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
+    assert engine.plan.need.caches == pools
+    with Checkpoint.open(drafter) as checkpoint:
+        tensors = checkpoint.tensors
+        stored = sum(t.nbytes for t in tensors.values())
+        again = sum(
+            t.nbytes
+            for name, t in tensors.items()
+            if name.endswith(("k_proj.weight", "v_proj.weight"))
+        )
+    assert engine.plan.need.draft_weights == stored + again
+
+
 def test_the_largest_that_fits_is_found() -> None:
     bounds = (-1, 0, 1, 5, 63, 64, 65, 130, 500)
     for step, limit, bound in itertools.product((1, 7, 64), range(1, 200, 3), bounds):
         sizes = [*range(step, limit, step), limit]
         expected = max((size for size in sizes if size <= bound), default=0)
-        assert memory.find_largest(bound.__ge__, limit, step) == expected
+        assert memory_fit.find_largest(bound.__ge__, limit, step) == expected
 
 
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
@@ -263,7 +285,7 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
 def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
     forms = {"int8": WeightForm("int8"), "int4": WeightForm("int4")}
-    for remedy in memory.remedies(shape, free * GIB, draft_flag=True):
+    for remedy in memory_fit.remedies(shape, free * GIB, draft_flag=True):
         option = remedy.partition("  ")[0]
         flag, value = option.split(",")[0].rsplit(" ", 1)
         form = forms[value] if flag == "--quantize" else None

@@ -11,7 +11,7 @@ from spd.runtime.round.graphs import RecordedRounds
 from tests.helpers import Patch, assert_same_runs, collect_drafts, random_prompts, run_all
 from tests.invisible_matrix import METHODS, OF_FAMILIES, RECURRENT
 from tests.kernels.forms import needs_compiled
-from tests.pairs import EAGLE3_HEADS, MTP_HEADS, Pair, Pairs
+from tests.pairs import BLOCK_DRAFTERS, EAGLE3_HEADS, MTP_HEADS, Pair, Pairs
 
 pytestmark = needs_compiled
 PROMPTS = random_prompts(3, 30, 256, seed=1)
@@ -39,7 +39,9 @@ def both(pair: Pair, dtype: str, **options: Any) -> tuple[Engine, Engine]:
 
 
 @pytest.mark.covers(1)
-@pytest.mark.parametrize("name", [*METHODS, *MTP_HEADS, *EAGLE3_HEADS, *RECURRENT, *OF_FAMILIES])
+@pytest.mark.parametrize(
+    "name", [*METHODS, *MTP_HEADS, *EAGLE3_HEADS, *BLOCK_DRAFTERS, *RECURRENT, *OF_FAMILIES]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_s_rounds_can_be_recorded(pairs: Pairs, name: str, dtype: str) -> None:
     engine, written = both(pairs.get(name), dtype)

@@ -12,7 +12,7 @@ from spd.runtime.layers.base import ForwardBatch, ModelOutput
 from spd.runtime.layers.torch_linear import Linear
 from spd.runtime.round import arithmetic_probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, matching_buckets
-from spd.runtime.round.model_runner import bucket_for
+from spd.runtime.round.row_padding import bucket_for
 from tests.helpers import Patch, Tiny, make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")

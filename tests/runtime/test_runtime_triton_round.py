@@ -26,6 +26,7 @@ from tests.helpers import (
 from tests.recipes.packed_twin import write_twin
 from tests.recipes.tiny import write_tiny
 from tests.recipes.tiny_assistant import write_assistant
+from tests.recipes.tiny_block import write_tiny_block
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
@@ -291,6 +292,25 @@ def test_an_eagle3_head_drafts_the_same_by_both_forms(
     first, _ = run_both(tmp_path / "target", PROMPT * 2, greedy_and_drawn(count), **options)
     assert any(drawn) == (ids != "all") and no_host_reads.rounds > 1
     assert count_accepted(first) < count_drafted(first) and (count_accepted(first) or ids == "few")
+
+
+def test_a_block_drafter_drafts_the_same_by_both_forms(
+    target: Path, tmp_path: Path, no_host_reads: HostWatch
+) -> None:
+    """Its full and sliding layers attend to all rows of the block."""
+    drafter = write_tiny_block(
+        tmp_path / "drafter",
+        target,
+        taps=(0,),
+        kinds="fs",
+        window=12,
+        is_causal=False,
+        block_size=4,
+        mask_token=3,
+    )
+    options = {"spec": "block", "draft_model": drafter, "draft_max": 3, "slots": 2}
+    first, _ = run_both(target, PROMPT * 2, greedy_and_drawn(4), **options)
+    assert count_drafted(first) and no_host_reads.rounds > 1
 
 
 def test_a_lookup_by_several_programs_drafts_the_same(

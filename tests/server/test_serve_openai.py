@@ -17,7 +17,7 @@ from spd.cli.parser import parse_size
 from spd.formats.folder import ModelFolder
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.memory import longest_context
+from spd.runtime.plan.memory_fit import longest_context
 from spd.runtime.plan.plan import resolve_plan
 from spd.server.api_request import PASSED_OVER
 from spd.server.chat_completions import CHAT_FIELDS

@@ -92,7 +92,7 @@ class BenchOptions(ModelArgument, ModelOptions):
         "auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured."
     )
     draft_model: str | None = main_option(
-        None, "MODEL", "A smaller model, an EAGLE-3 head or an assistant."
+        None, "MODEL", "A smaller model, an EAGLE-3 head, a block drafter or an assistant."
     )
     draft_max: str = main_option(
         "auto", "K,…", "Draft tokens a round; a list of them is held fixed."

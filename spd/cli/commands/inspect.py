@@ -63,8 +63,9 @@ def inspect(session: Session, options: InspectOptions) -> None:
     if draft is not None:
         refusal = choice if isinstance(choice, SpdError) else None
         result["compatible"] = refusal is None
-        if draft.config.eagle3 is not None and refusal is None:
-            result["draft"]["head"]["aux_layers"] = draft.config.eagle3.aux_layers(target["layers"])
+        reader = draft.config.stream_reader
+        if reader is not None and refusal is None:
+            result["draft"]["head"]["aux_layers"] = reader.aux_layers(target["layers"])
     if target["head"] is None:  # a head cannot run without a target
         result["speculation"] = speculation_facts(choice, folder, draft)
         config = EngineConfig(
@@ -163,17 +164,20 @@ def mtp_facts(folder: ModelFolder) -> Facts | None:
 
 
 def head_facts(config: ModelConfig) -> Facts | None:
-    """Return the JSON object of an EAGLE-3 head or an assistant; None for a model."""
-    facts = config.eagle3 or config.assistant
-    eagle3 = config.eagle3
+    """Return the JSON object of an EAGLE-3 head, an assistant or a block drafter; None for a model."""
+    reader = config.stream_reader
+    facts = reader or config.assistant
     if facts is None:
         return None
-    return {
+    head: Facts = {
         "kind": config.head_kind,
         "target_hidden_size": facts.target_hidden_size,
-        "draft_vocab_size": eagle3.draft_vocab_size if eagle3 else config.vocab_size,
-        "aux_layers": eagle3 and eagle3.configured_layers,
+        "draft_vocab_size": config.vocab_size if reader is None else reader.draft_vocab_size,
+        "aux_layers": reader and reader.configured_layers,
     }
+    if config.block is not None:
+        head["block_size"] = config.block.block_size
+    return head
 
 
 def template_state(folder: ModelFolder) -> str:
@@ -215,7 +219,7 @@ def speculation_facts(
         facts |= {
             "method": choice.method,
             "reason": reason,
-            "draft_max": METHODS[choice.method].draft_max,
+            "draft_max": choice.draft_max,
         }
     for name, method in METHODS.items():
         if name not in ("auto", "off"):
@@ -228,8 +232,8 @@ def speculation_facts(
 
 def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
     """Return the bytes and longest context of weights as stored and as rounded at load."""
-    from spd.runtime import machine_from_driver, resolve_plan
-    from spd.runtime.plan.memory import longest_context, measure
+    from spd.runtime import longest_context, machine_from_driver, resolve_plan
+    from spd.runtime.plan.memory import measure
 
     forms = []
     usable = plan.memory_budget_bytes
@@ -249,8 +253,14 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
     Without the drafter if it cannot run.
     """
-    from spd.runtime import draft_context, machine_from_driver, resolve_plan
-    from spd.runtime.plan.memory import at_context, fit_to_memory, measure, snapshot_nbytes
+    from spd.runtime import (
+        at_context,
+        draft_context,
+        fit_to_memory,
+        machine_from_driver,
+        resolve_plan,
+    )
+    from spd.runtime.plan.memory import measure, snapshot_nbytes
 
     machine = machine_from_driver()
     if isinstance(choice, SpdError):

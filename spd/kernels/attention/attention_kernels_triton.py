@@ -60,10 +60,10 @@ def tanh(x):
 
 @triton.jit(
     do_not_specialize=["slots", "queries", "max_chunks"],
-    do_not_specialize_on_alignment=["positions", "valid"],
+    do_not_specialize_on_alignment=["positions", "valid", "row_last"],
 )
 def plan_attention_kernel(
-    positions, valid, last, items, count, slots, queries, max_chunks,
+    positions, valid, row_last, last, items, count, slots, queries, max_chunks,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
     FROM: tl.constexpr, SLIDING: tl.constexpr,
 ):  # fmt: skip
@@ -77,9 +77,8 @@ def plan_attention_kernel(
     for q in range(queries):
         at = slot_ids * queries + q
         is_valid = tl.load(valid + at, mask=slot_ids < slots, other=0) != 0
-        last_positions = tl.maximum(
-            last_positions, tl.load(positions + at, mask=is_valid, other=-1)
-        )
+        ends = positions if row_last is None else row_last
+        last_positions = tl.maximum(last_positions, tl.load(ends + at, mask=is_valid, other=-1))
         if SLIDING is not None:
             first_positions = tl.minimum(
                 first_positions, tl.load(positions + at, mask=is_valid, other=2**31 - 1)
@@ -131,6 +130,15 @@ def load_page_ids(page_row, begin, end, COUNT: tl.constexpr, PAGE: tl.constexpr)
 
 
 @triton.jit
+def load_last_keys(row_last, token, mask, position):
+    """Load the last keys of rows at their tokens; their positions where row_last is None."""
+    end = position
+    if row_last is not None:
+        end = tl.load(row_last + token, mask=mask, other=-1).to(tl.int32)
+    return end
+
+
+@triton.jit
 def load_item(items, tile, tiles_per_item, max_items):
     """Load the item of a tile, where each item has tiles_per_item tiles."""
     return tl.load(items + tile // tiles_per_item, mask=tile // tiles_per_item < max_items, other=0)
@@ -152,15 +160,15 @@ def prefetch_item(
 
 @triton.jit
 def attend_blocks(
-    maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, begin, end, scale,
-    K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
+    maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, row_end, begin,
+    end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
 ):  # fmt: skip
     """Add keys [begin, end) to a tile's online softmax; MASKED unless all rows attend to all keys.
 
-    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key.
-    Where pages hold whole blocks, page ids are loaded ahead, for a block whose address depended on
-    a load could not be prefetched: page_ids holds those of a short span, whose keys are read once;
-    if None, the next is loaded one block early. Nested loops over spans were measured slower.
+    begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key. A
+    row's keys end at row_end, its sliding window at position. Where pages hold whole blocks, page
+    ids are loaded ahead, for a block whose address depended on a load could not be prefetched:
+    page_ids holds those of a short span, read once; if None, the next is loaded one block early.
     """
     column = tl.arange(0, BLOCK_D)
     in_head = (column < D)[None, :]
@@ -197,7 +205,7 @@ def attend_blocks(
             scores = tanh(scores * scale)
             factor = SOFTCAP * _LOG2_E
         if MASKED:
-            visible = key[None, :] <= position[:, None]
+            visible = key[None, :] <= row_end[:, None]
             if FIRST:
                 visible = visible & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
             if SLIDING is not None:
@@ -225,11 +233,11 @@ def load_queries(query, token, head, row, column, row_mask, K, GROUPS, D):
 
 @triton.jit(
     do_not_specialize=["slots", "queries", "pages", "max_chunks"],
-    do_not_specialize_on_alignment=["page_table", "positions"],
+    do_not_specialize_on_alignment=["page_table", "positions", "row_last"],
 )
 def attend_chunk_kernel(
     query, key_pages, value_pages, page_table, positions, last, items, count, partial, stats, scale,
-    slots, queries, pages, max_chunks,
+    slots, queries, pages, max_chunks, row_last,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
     FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
@@ -258,6 +266,7 @@ def attend_chunk_kernel(
         row = (tile % tiles_per_head) * TILE + tl.arange(0, TILE)
         token = slot * queries + row // GROUPS
         row_position = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
+        row_end = load_last_keys(row_last, token, row < rows, row_position)
         row_mask = (row < rows)[:, None] & (column < D)[None, :]
         q = load_queries(query, token, head, row, column, row_mask, K, GROUPS, D)
         begin = chunk_begin(chunk, SMALL, LARGE, FROM)
@@ -279,8 +288,8 @@ def attend_chunk_kernel(
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row, page_ids,
-            head, row_position, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True,
-            FIRST,
+            head, row_position, row_end, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP,
+            True, FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
         tl.store(partial + at[:, None] * D + column[None, :], acc, mask=row_mask)
@@ -290,10 +299,10 @@ def attend_chunk_kernel(
 
 @triton.jit(
     do_not_specialize=["queries", "max_chunks"],
-    do_not_specialize_on_alignment=["positions", "valid"],
+    do_not_specialize_on_alignment=["positions", "valid", "row_last"],
 )
 def combine_chunks_kernel(
-    partial, stats, positions, valid, sinks, out, queries, max_chunks,
+    partial, stats, positions, valid, row_last, sinks, out, queries, max_chunks,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr, SLIDING: tl.constexpr,
     PDL: tl.constexpr,
@@ -306,7 +315,8 @@ def combine_chunks_kernel(
     row = (token % queries) * GROUPS + head % GROUPS
     column = tl.arange(0, BLOCK_D)
     position = tl.load(positions + token).to(tl.int32)
-    reached = tl.minimum(chunk_of(position, SMALL, LARGE, FROM) + 1, max_chunks)
+    end = load_last_keys(row_last, token, token >= 0, position)
+    reached = tl.minimum(chunk_of(end, SMALL, LARGE, FROM) + 1, max_chunks)
     chunks = tl.where(tl.load(valid + token) != 0, reached, 0)
     maximum = tl.full((), EMPTY_MAXIMUM, tl.float32)
     total = tl.zeros((), tl.float32)
@@ -371,15 +381,16 @@ def prefill_attention_kernel(
         cut = tl.minimum(tl.maximum(cut, begin), visible_to_all)
         maximum, total, acc = attend_blocks(
             maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-            begin, cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+            position, begin, cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
         )  # fmt: skip
         begin = cut
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-        begin, visible_to_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
+        position, begin, visible_to_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0,
+        FIRST,
     )  # fmt: skip
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-        visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+        position, visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask)

@@ -38,6 +38,8 @@ class AttentionHeads:
     first_key: int = 0  # the first position that holds a key; see `causal_bias`
     sliding: tuple[int | None, ...] = (None,)
     """The sliding windows of all layers, each once; None stands for layers without one."""
+    sees_block: bool = False
+    """True for the layers whose rows attend to all rows of a block."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,9 @@ class Windows:
     None."""
     chunk_start: int | None = None
     """The first position of one slot's full prompt chunk, for which programs may differ."""
+    last: Tensor | None = None
+    """int64 [S, Q]: the last position that each row attends to, within the bound; None: its own.
+    Sliding windows end at `positions` nevertheless."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +114,20 @@ def causal_bias(
     first_key: int = 0,
     sliding: int | None = None,
     start: int = 0,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Return the additive mask [1, 1, groups * Q, context - start] of keys start to context - 1.
 
     It is 0 where a row at positions [Q] attends to the key, else -inf. A row attends to the keys
     from first_key to its own position, `sliding` of them at most; a row before first_key to its own
-    alone.
+    alone. last [Q]: the row's last key where that is not its own position.
     """
     keys = torch.arange(start, context, device=positions.device)
     # Invalid rows may lie beyond the context: they attend to its end, for a row without keys gives
     # NaN.
     rows = positions.clamp(max=context - 1).unsqueeze(-1)
-    hidden = (keys > rows) | (keys < rows.clamp(max=first_key))
+    ends = rows if last is None else last.clamp(max=context - 1).unsqueeze(-1)
+    hidden = (keys > ends) | (keys < rows.clamp(max=first_key))
     if sliding is not None:
         hidden |= keys <= rows - sliding
     bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(
@@ -167,6 +174,7 @@ def plan_attention(
             first_key=heads.first_key,
             sliding=sliding,
             start=start,
+            last=None if windows.last is None else windows.last[s],
         )
         return SlotMask(bias, first, None if run is None else run + first)
 

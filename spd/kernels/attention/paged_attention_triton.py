@@ -89,6 +89,7 @@ class SplitPlan(AttentionPlan):
 
     positions: Tensor  # [S, Q] int64
     valid: Tensor  # [S, Q] bool
+    row_last: Tensor | None  # [S, Q] int64: each row's last key; None: its position
     lists: Mapping[int | None, ChunkList]
     partial: Tensor
     """[S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)."""
@@ -148,6 +149,7 @@ def plan_attention(
         windows.page_table.contiguous(),
         windows.positions.contiguous(),
         windows.valid.contiguous(),
+        None if windows.last is None else windows.last.contiguous(),
         {
             sliding: ChunkList(
                 last=empty(torch.int32, slots),
@@ -162,16 +164,12 @@ def plan_attention(
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * device_properties(device).processors,
     )
-    sizes = {
-        "SLOTS": power_of_two(slots),
-        "BLOCK": PLANNED_CHUNKS,
-        "num_warps": 1,
-        **chunk_constants(),
-    }
+    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS, "num_warps": 1}
     for sliding, chunks in plan.lists.items():
         plan_attention_kernel[(slots,)](
             plan.positions,
             plan.valid,
+            plan.row_last,
             chunks.last,
             chunks.items,
             chunks.count,
@@ -180,6 +178,7 @@ def plan_attention(
             max_chunks,
             SLIDING=sliding,
             **sizes,
+            **chunk_constants(),
         )
     return plan
 
@@ -237,6 +236,7 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
         plan.stats,
         plan.positions,
         plan.valid,
+        plan.row_last,
         sinks,
         out,
         width,
@@ -270,6 +270,7 @@ def paged_attention(
         pools=pools,
         plan=plan,
         params=params,
+        row_last=plan.row_last,
         num_warps=warps,
         **tiles,
         **shape,

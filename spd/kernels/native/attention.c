@@ -91,7 +91,7 @@ void spd_latent_store(const Latents *o, long threads)
 
 typedef struct {
     const element *query, *keys, *values;
-    const int64_t *table, *positions;
+    const int64_t *table, *positions, *last;
     element *out;
     const float *sinks;
     long slots, width, heads, kv_heads, size, value_size, page, table_width, first_key, sliding;
@@ -207,10 +207,18 @@ typedef struct {
     int rows;
 } Unit;
 
-static inline long position(const Attention *a, const Unit *u, long row)
+/* A row's entry of positions or of last keys, within the cache. */
+static inline long within(const Attention *a, const int64_t *entries, const Unit *u, long row)
 {
-    long at = a->positions[u->slot * a->width + row / (a->heads / a->kv_heads)], most = a->table_width * a->page - 1;
+    long at = entries[u->slot * a->width + row / (a->heads / a->kv_heads)], most = a->table_width * a->page - 1;
     return at < most ? at : most;
+}
+
+static inline long position(const Attention *a, const Unit *u, long row) { return within(a, a->positions, u, row); }
+
+static inline long last_key(const Attention *a, const Unit *u, long row)
+{
+    return within(a, a->last ? a->last : a->positions, u, row);
 }
 
 static inline long lowest(const Attention *a, long at)
@@ -225,9 +233,9 @@ static Unit unit_of(const Attention *a, long number)
     Unit u = {number / (a->kv_heads * blocks), number / blocks % a->kv_heads, number % blocks * SIDE, INT32_MAX, 0, 0};
     u.rows = (int)(rows - u.first < SIDE ? rows - u.first : SIDE);
     for (int r = 0; r < u.rows; r++) {
-        long at = position(a, &u, u.first + r), low = lowest(a, at);
+        long low = lowest(a, position(a, &u, u.first + r)), last = last_key(a, &u, u.first + r);
         if (low < u.begin) u.begin = low;
-        if (at >= u.end) u.end = at + 1;
+        if (last >= u.end) u.end = last + 1;
     }
     return u;
 }
@@ -243,9 +251,10 @@ static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit 
     int rows = u->rows;
     clear_queries(&b->sides, a->size);
     for (int r = 0; r < rows; r++) {
-        long row = u->slot * a->width + (u->first + r) / groups, at = position(a, u, u->first + r);
+        long row = u->slot * a->width + (u->first + r) / groups;
         const element *from = a->query + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->size;
-        b->last[r] = (int32_t)at, b->low[r] = (int32_t)lowest(a, at);
+        b->last[r] = (int32_t)last_key(a, u, u->first + r);
+        b->low[r] = (int32_t)lowest(a, position(a, u, u->first + r));
         place_query(&b->sides, r, from, a->size);
         memset(b->mixed[r], 0, (size_t)(parts(a->value_size, SIDE) * SIDE) * sizeof(float));
         b->peak[r] = a->sinks ? a->sinks[u->head * groups + (u->first + r) % groups] : -__builtin_inff();
@@ -298,10 +307,11 @@ static void attend_units(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size,
-   pools [..][kv_heads][page][size], table [slots][table_width], positions [slots][width]; sinks float32 [heads] or
-   null. Keys are read in chunks that begin at multiples of KEYS positions, summed in ascending order: a row's bits do
-   not depend on the others. sliding, softcap: 0 for none. Of a value the first value_size elements count.
-   size <= 576; pages are whole sixteens. */
+   pools [..][kv_heads][page][size], table [slots][table_width], positions [slots][width]; last, of the
+   same shape: the last key of each row, or null for its own position; sinks float32 [heads] or null. Keys are read in
+   chunks that begin at multiples of KEYS positions, summed in ascending order: a row's bits do not depend on the
+   others. sliding, softcap: 0 for none. Of a value the first value_size elements count. size <= 576; pages are whole
+   sixteens. */
 void spd_attend(const Attention *a, long threads)
 {
     long units = units_of(a);

@@ -43,6 +43,7 @@ class NativePlan(AttentionPlan):
 
     positions: Tensor  # [S, Q] int64
     first_key: int
+    last: Tensor | None  # [S, Q] int64
 
 
 class NativeKernels(NativeRounds):
@@ -104,8 +105,12 @@ class NativeKernels(NativeRounds):
         self, windows: Windows, heads: AttentionHeads, page_size: int, dtype: torch.dtype
     ) -> NativePlan:
         """Compute `Kernels.plan_attention`: make the tensors contiguous."""
+        last = windows.last
         return NativePlan(
-            windows.page_table.contiguous(), windows.positions.contiguous(), heads.first_key
+            windows.page_table.contiguous(),
+            windows.positions.contiguous(),
+            heads.first_key,
+            None if last is None else last.contiguous(),
         )
 
     def paged_attention(
@@ -133,6 +138,7 @@ class NativeKernels(NativeRounds):
             values,
             table,
             plan.positions,
+            plan.last,
             out,
             params.sinks,
             *query.shape[:3],

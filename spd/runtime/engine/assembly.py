@@ -17,7 +17,7 @@ from spd.kernels.interface import Kernels
 from spd.kernels.native.library import NativeKernels
 from spd.runtime.load.loader import HeadSource, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
-from spd.runtime.models import assistant, family_layout
+from spd.runtime.models import assistant, block, family_layout
 from spd.runtime.models.builder import ExecutionConfig
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import count_module_bytes, module_parts
@@ -56,7 +56,7 @@ def _load_runners(
     """
     shape = plan.shape
     runners = []
-    max_rows = shape.slots * (CATCH_UP + shape.draft_max + 1)
+    max_rows = shape.slots * max(CATCH_UP + shape.draft_max + 1, shape.block_drafts + 1)
     execution = replace(execution, max_rows=max(execution.kernels.capabilities.tail_rows, max_rows))
     for model in load_model(folder, execution, load=plan.config.load, meter=meter, head=head):
         cache = shared_cache or KvCache(
@@ -130,6 +130,8 @@ def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
     """Return the function that finds the parts of a head; None for an independent draft model."""
     if config.head_kind == "eagle3":
         return partial(head_parts, config)
+    if config.head_kind == "block":
+        return partial(block.head_parts, config)
     if config.head_kind == "assistant":
         return partial(assistant.head_parts, config, family_layout(plan.model.config))
     return None

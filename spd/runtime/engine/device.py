@@ -11,7 +11,7 @@ from spd.runtime.engine.assembly import assemble
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import format_size
-from spd.runtime.plan.memory import remedies
+from spd.runtime.plan.memory_fit import remedies
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory

@@ -130,6 +130,8 @@ class RoundTimes:
     """Times of drafting, by the number of draft forwards."""
     gaps: deque[float] = field(default_factory=lambda: deque([0.0], MAX_SAMPLES))
     """Times between rounds. The least is what the host takes whatever k is, when it writes no prompt."""
+    drafts_at_once: bool = False
+    """True if one draft forward makes all drafts of a round."""
     has_started: bool = False
     """True once the first trials are scheduled."""
     trials: deque[int] = field(default_factory=deque)
@@ -151,9 +153,10 @@ class RoundTimes:
         overhead = max(min(self.gaps), 1e-9)  # a clock may return zero
         verify = medians(self.verify) or {0: 1.0}
         draft = {0: 0.0, **medians(self.draft)}
+        forwards = {k: min(k, 1) if self.drafts_at_once else k for k in ks}
         return {
-            k: overhead + _interpolate(k, verify) + _interpolate(k if model else 0, draft)
-            for k in ks
+            k: overhead + _interpolate(k, verify) + _interpolate(count if model else 0, draft)
+            for k, count in forwards.items()
         }
 
 
@@ -174,6 +177,8 @@ class DraftLength:
 
     0: never.
     """
+    drafts_at_once: bool = False
+    """True if one draft forward makes all drafts of a round."""
     lookup_acceptance: tuple[float, float] = field(init=False)
     """Accepted drafts of a request in such rounds, and the number of these rounds; both decay."""
     overall: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
@@ -189,11 +194,13 @@ class DraftLength:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
         accepted = PRIOR_LOOKUP_ROUNDS * PRIOR_LOOKUP_RATE * self.lookup_k
         self.lookup_acceptance = (accepted, PRIOR_LOOKUP_ROUNDS)
+        self.times.drafts_at_once = self.drafts_at_once
 
     def set_requests(self, requests: Sequence[tuple[Acceptance, int]]) -> None:
         """Set the requests that take part from now on, and how many drafts each takes at most."""
         self.requests = requests
-        self.times = self.times_by_load.setdefault(len(requests).bit_length(), RoundTimes())
+        new_times = RoundTimes(drafts_at_once=self.drafts_at_once)
+        self.times = self.times_by_load.setdefault(len(requests).bit_length(), new_times)
 
     def choose(self) -> int:
         """Return k for the next round: `lookup_k`, or 0 to `maximum` but not above every request's cap."""

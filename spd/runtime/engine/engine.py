@@ -82,7 +82,11 @@ class Engine(EngineClient):
         self._finished: OrderedDict[str, RequestMetrics] = OrderedDict()
         """Metrics of the latest `MAX_FINISHED` requests that ended, by request id."""
         self.draft_length = DraftLength(
-            shape.model_drafts, plan.adaptive, plan.draft_tiers, plan.copy_draft_max
+            maximum=shape.model_drafts,
+            adaptive=plan.adaptive,
+            tiers=plan.draft_tiers,
+            lookup_k=plan.copy_draft_max,
+            drafts_at_once=shape.block_drafts > 0,
         )
         self._batch: list[Sequence] = []
         """The sequences of the latest round, from which the next two fields follow."""
@@ -370,7 +374,8 @@ class Engine(EngineClient):
             self._set_batch(decoding)
         k = self._k
         next_k = self.draft_length.choose()
-        rows = k + 1 + next_k  # rows fed at most, and drafts beyond the committed tokens
+        # Rows fed at most, and those that drafting writes beyond the committed tokens.
+        rows = k + 1 + self.plan.shape.rows_ahead(next_k)
         batch, ends = self._make_room(decoding, rows)
         if not batch:
             return False

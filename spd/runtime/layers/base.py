@@ -6,7 +6,7 @@ Models know tensors and this batch; never requests, schedulers, proposers or sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -87,6 +87,8 @@ class ForwardBatch:
     states: HeadStates | None = None
     segments: Segments | None = None
     """The rows that recurrent layers read; None where a model has no such layers."""
+    block_plan: Mapping[HeadShape, AttentionPlan] = field(default_factory=dict)
+    """Plans of layers whose rows attend to all rows of their block."""
     per_layer: Tensor | None = None
     """[T, layers, P]: embeddings of the rows' tokens in each layer, where layers have their own."""
 

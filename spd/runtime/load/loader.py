@@ -33,6 +33,7 @@ from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
 from spd.runtime.models.assistant_model import AssistantModel
 from spd.runtime.models.attention_layout import GqaLayout
+from spd.runtime.models.block_model import BlockModel
 from spd.runtime.models.builder import (
     BlockTensors,
     ExecutionConfig,
@@ -223,6 +224,13 @@ class ModelBuilder:
         )
         if target is None:
             return Decoder(parts, self.builder)
+        return self._make_head_model(part, parts, target, ids)
+
+    def _make_head_model(
+        self, part: HeadPart, parts: DecoderParts, target: Decoder, ids: Tensor | None
+    ) -> Decoder:
+        """Return the model of a part of a head of `target`, whose `state_fuser` may be set."""
+        config = self.config
         if config.assistant is not None:
             suppressed = part.rules.suppressed_ids
             return AssistantModel(
@@ -233,8 +241,11 @@ class ModelBuilder:
                 token_order=ids,
                 suppressed_ids=suppressed,
             )
-        if "fuse" in tables:
-            target.state_fuser = AuxStateFuser(config, tables, self.builder, len(target.layers))
+        if config.stream_reader is not None:
+            fuser = AuxStateFuser(config, parts.tables, self.builder, len(target.layers))
+            target.state_fuser = fuser
+        if config.block is not None:
+            return BlockModel(config.block, parts, self.builder, ids)
         return HeadModel(part.rules, parts, self.builder, ids)
 
     def _make_embedding_and_head(
@@ -272,10 +283,16 @@ class ModelBuilder:
 
 
 def _attention_heads(layout: ModelLayout) -> tuple[AttentionHeads, ...]:
-    """Return the heads of every shape among the layers."""
+    """Return the heads of every shape among the layers, by what rows of a block attend to."""
+    kinds = dict.fromkeys((block.heads, block.sees_block) for block in layout.attention_blocks)
     return tuple(
-        AttentionHeads(*sizes, first_key=max(0, layout.shift), sliding=layout.windows(sizes))
-        for sizes in dict.fromkeys(block.heads for block in layout.attention_blocks)
+        AttentionHeads(
+            *sizes,
+            first_key=max(0, layout.shift),
+            sliding=layout.windows(sizes, sees_block),
+            sees_block=sees_block,
+        )
+        for sizes, sees_block in kinds
     )
 
 

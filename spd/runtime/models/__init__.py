@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spd.formats.assistant import ARCHITECTURE as ASSISTANT
+from spd.formats.block import ARCHITECTURE as BLOCK
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
 from spd.formats.model_config import ModelConfig
-from spd.runtime.models import assistant, eagle3, families
+from spd.runtime.models import assistant, block, eagle3, families
 from spd.runtime.models.weights import ModelLayout, check_weights
 
 _CLASS_NAMES: dict[Callable[[ModelConfig], ModelLayout], str] = {
@@ -41,7 +42,11 @@ FAMILIES = {
     f"{name}ForCausalLM": layout for layout, names in _CLASS_NAMES.items() for name in names.split()
 }
 """The layout functions of models, by architecture."""
-LAYOUTS = FAMILIES | {EAGLE3: eagle3.layout, ASSISTANT: assistant.layout}
+LAYOUTS = FAMILIES | {
+    EAGLE3: eagle3.layout,
+    ASSISTANT: assistant.layout,
+    BLOCK: block.layout,
+}
 """The layout functions of models, and of heads that only draft."""
 
 
@@ -57,6 +62,8 @@ def unused_tensors(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     """
     if config.eagle3 is not None:
         return eagle3.check_eagle3(config, checkpoint)
+    if config.block is not None:
+        return block.check_block(config, checkpoint)
     if config.assistant is not None:
         return assistant.check_assistant(config, checkpoint)
     return check_weights(checkpoint, config, family_layout(config))

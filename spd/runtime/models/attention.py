@@ -106,7 +106,8 @@ class Attention:
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """Return the attention of queries [T, H, D] over the pages: [T, H * D]."""
         pools = cache.keys_and_values
-        plan = batch.plan[self.layout.heads]
+        plans = batch.block_plan if self.layout.sees_block else batch.plan
+        plan = plans[self.layout.heads]
         return attend_windows(
             query,
             batch,

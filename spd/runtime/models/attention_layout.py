@@ -43,6 +43,8 @@ class ScoreLayout:
     softcap: float | None = None
     sliding: int | None = None
     """The window of positions that a row attends to; None: all up to its own."""
+    sees_block: bool = False
+    """True if rows of a block attend to all rows of it, not only to earlier ones."""
     has_sinks: bool = False
     """True if each head has a sink: a score in every row's softmax, without a value."""
 
@@ -130,6 +132,11 @@ class GqaLayout:
     def rotary(self) -> RotaryDims:
         """Return the elements of a head that are rotated."""
         return self.rotation.dims
+
+    @property
+    def sees_block(self) -> bool:
+        """True if rows of a block attend to all rows of it."""
+        return self.scores.sees_block
 
     @property
     def value_size(self) -> int:

@@ -110,21 +110,22 @@ class AuxStateFuser:
     """Computes a head's input states from the streams between its target's layers.
 
     A matrix [hidden, n * target hidden] over the concatenated streams after some of the target's
-    layers, with norms before it.
+    layers, with norms before it or behind it.
     """
 
     def __init__(
         self, config: ModelConfig, tables: BlockTensors, build: LayerBuilder, num_layers: int
     ) -> None:
         """tables: the head's, from which `fuse` is removed; num_layers: the target's layers."""
-        eagle3 = config.eagle3
-        assert eagle3 is not None
-        self.layers = eagle3.aux_layers(num_layers)
+        reader = config.stream_reader
+        assert reader is not None
+        self.layers = reader.aux_layers(num_layers)
         self.epsilon = config.rms_norm_eps
         self.norms = (
-            tables["aux_norms"].chunk(eagle3.num_aux_layers) if "aux_norms" in tables else ()
+            tables["aux_norms"].chunk(reader.num_aux_layers) if "aux_norms" in tables else ()
         )
         self.joint_norm = tables.get("aux_norm")
+        self.state_norm = tables.get("state_norm")
         self.projection = build.projection(tables.pop("fuse"))
 
     def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
@@ -136,7 +137,10 @@ class AuxStateFuser:
         concatenated = torch.cat(list(streams), dim=-1)
         if self.joint_norm is not None:
             concatenated = rms_norm(concatenated, self.joint_norm, self.epsilon)
-        return self.projection(Residual(concatenated), batch)
+        states = self.projection(Residual(concatenated), batch)
+        return (
+            states if self.state_norm is None else rms_norm(states, self.state_norm, self.epsilon)
+        )
 
 
 @dataclass(frozen=True)
@@ -289,6 +293,18 @@ class Decoder:
         return self.head.sample(self._head_input(hidden), draw)
 
 
+def spread_logits(head_logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Return logits [T, V] over the target's ids of those of a head [T, N], minus infinity for
+    others.
+
+    ids: the target's id of each of the head's, int64 and ascending; None where they are the same.
+    """
+    if ids is None:
+        return head_logits
+    logits = head_logits.new_full((head_logits.shape[0], vocab_size), NEGATIVE_INFINITY)
+    return logits.index_copy_(1, ids, head_logits)
+
+
 class HeadModel(Decoder):
     """The model of a part of a head that drafts: a token and the state before it in, the next state
     out.
@@ -382,8 +398,4 @@ class HeadModel(Decoder):
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Return float32 logits [T, V], minus infinity for ids that the head does not have."""
-        head_logits = super().logits(hidden, tile)
-        if self.ids is None:
-            return head_logits
-        logits = head_logits.new_full((head_logits.shape[0], self.vocab_size), NEGATIVE_INFINITY)
-        return logits.index_copy_(1, self.ids, head_logits)
+        return spread_logits(super().logits(hidden, tile), self.ids, self.vocab_size)

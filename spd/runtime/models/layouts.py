@@ -92,6 +92,11 @@ class LatentLayout:
         return ((self.latent.rank + self.latent.rope_dim,),)
 
     @property
+    def sees_block(self) -> bool:
+        """Return False: no block drafter has such layers."""
+        return False
+
+    @property
     def heads(self) -> tuple[int, int, int]:
         """Return the numbers of query and key-value heads, and the elements of a head, as in
         `HeadShape`.

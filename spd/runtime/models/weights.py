@@ -92,12 +92,19 @@ class ModelLayout:
         blocks = (layer.attention for layer in self.layers)
         return tuple(block for block in blocks if isinstance(block, RecurrentLayout))
 
-    def windows(self, heads: tuple[int, int, int] | None = None) -> tuple[int | None, ...]:
+    def windows(
+        self, heads: tuple[int, int, int] | None = None, sees_block: bool | None = None
+    ) -> tuple[int | None, ...]:
         """Return the distinct sliding windows of layers, None for layers without one.
 
-        heads: only those of layers with this shape of heads.
+        heads: only those of layers with this shape of heads. sees_block: only those of layers whose
+        rows attend to all rows of their block, or to earlier ones.
         """
-        blocks = [block for block in self.attention_blocks if heads in (None, block.heads)]
+        blocks = [
+            block
+            for block in self.attention_blocks
+            if heads in (None, block.heads) and sees_block in (None, block.sees_block)
+        ]
         windows = (
             block.scores.sliding if isinstance(block, GqaLayout) else None for block in blocks
         )

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
 
 
+MAX_DRAFT = 31  # drafts a round at most: one tile of 32 rows holds the window
+
+
 class Method(NamedTuple):
     """A way to propose tokens: its default limit of drafts, and options that name its weights."""
 
@@ -32,6 +35,7 @@ METHODS = {
     "ngram": Method(8),
     "eagle3": Method(4, ("draft_model",)),
     "assistant": Method(4, ("draft_model",)),
+    "block": Method(MAX_DRAFT, ("draft_model",)),
 }
 """Every method that --spec accepts; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
@@ -46,7 +50,6 @@ VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
 QUANTIZE = ("none", "int8", "int4")
-MAX_DRAFT = 31  # drafts a round at most: one tile of 32 rows holds the window
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ CLASHES = (
     ),
     Clash(
         lambda c: c.draft_model is not None and "draft_model" not in c.weights,
-        "--draft-model is for --spec draft, eagle3 or assistant, and another method was asked for",
+        "--draft-model is for --spec draft, eagle3, assistant or block, and another method was asked for",
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(

@@ -43,6 +43,12 @@ class Drafter:
     mtp: MtpSource | None = None
     head_embedding: bool = False  # True: an EAGLE-3 head holds embeddings, perhaps the target's
 
+    @property
+    def draft_max(self) -> int:
+        """Return the most tokens that it drafts in a round unless fewer are requested."""
+        block = None if self.folder is None else self.folder.config.block
+        return METHODS[self.method].draft_max if block is None else block.max_drafts
+
     def source(self) -> tuple[ModelConfig, ModelFolder] | None:
         """Return the configuration and folder of the drafting weights: a head's or a model's."""
         if self.mtp is not None:
@@ -163,7 +169,7 @@ def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
 
 
 def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
-    """Return a drafter with an EAGLE-3 head or an assistant.
+    """Return a drafter with an EAGLE-3 head, an assistant or a block drafter.
 
     Raises IncompatibleError where it does not fit the target.
     """
@@ -197,7 +203,8 @@ def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolde
 
 def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Path) -> None:
     """Raise IncompatibleError where a head was made for another target than this one."""
-    head_config = head.eagle3 or head.assistant
+    reader = head.stream_reader
+    head_config = reader or head.assistant
     assert head_config is not None
     pairs = [("hidden size", head_config.target_hidden_size, target.hidden_size)]
     pairs += [("vocabulary size", head.vocab_size, target.vocab_size)]
@@ -205,12 +212,16 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
         head_cache = _cache_dimensions(head)
         target_cache = _cache_dimensions(target)
         pairs += [(name, head_cache[name], target_cache[name]) for name in head_cache]
+    if head.block is not None and head.block.target_layers is not None:
+        pairs += [("number of layers", head.block.target_layers, target.num_layers)]
     kind = "EAGLE-3" if head.eagle3 is not None else "assistant"
+    if head.block is not None:
+        kind = head.block.name
     require_equal_properties(
         kind=kind, properties=pairs, head=draft, target=folder, flag="--draft-model"
     )
-    if head.eagle3 is not None:
-        head.eagle3.aux_layers(target.num_layers)
+    if reader is not None:
+        reader.aux_layers(target.num_layers)
 
 
 def _cache_dimensions(config: ModelConfig) -> dict[str, int]:

@@ -29,11 +29,11 @@ from spd.runtime.plan.machine import Machine, find_machine
 from spd.runtime.plan.memory import (
     EngineShape,
     MemoryNeed,
-    fit_to_memory,
     measure,
     snapshot_nbytes,
     state_bytes,
 )
+from spd.runtime.plan.memory_fit import fit_to_memory
 from spd.runtime.round.cpu_load import usable_cpus
 from spd.runtime.round.limits import PAGE_SIZE
 
@@ -208,14 +208,19 @@ def _resolve_graphs(requested: bool | None, machine: Machine, kernels: str) -> b
 
 
 def _resolve_draft_lengths(
-    config: EngineConfig, method: str, adaptive: bool
+    config: EngineConfig, drafter: Drafter, adaptive: bool
 ) -> tuple[str, int, int]:
     """Return the resolved `spec`, the most drafts of a model or head, and of any proposer.
 
-    With adaptive k and two drafters, lookup may draft more at once than the model does.
+    With adaptive k and two drafters, lookup may draft more at once than the model does. Raises
+    UsageError where a block is shorter than the drafts that are requested.
     """
-    default = METHODS[method].draft_max
+    method = drafter.method
+    default = drafter.draft_max
     requested = config.draft_max
+    if method == "block" and (requested or 0) > default:
+        message = f"--draft-max {requested}: this drafter's block has {default} drafts"
+        raise UsageError(message, fix=[f"--draft-max {default}", "leave --draft-max out"])
     if method == "off" or requested == 0:
         return "off", 0, 0
     if method == "ngram" or not split_spec(config.spec)[1]:
@@ -348,7 +353,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     dtype, kernels, why_kernels, draft_kernels = _resolve_kernels(config, machine, model, drafter)
     graphs = _resolve_graphs(config.graphs, machine, kernels)
     adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
-    spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter.method, adaptive)
+    spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter, adaptive)
     _check_synthetic_acceptance(config.synthetic_acceptance, draft_max)
     form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
     form, weights_reason = form_of(model, target)

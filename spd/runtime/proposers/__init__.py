@@ -8,6 +8,7 @@ from spd.runtime.plan.config import split_spec
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers.assistant import AssistantProposer
 from spd.runtime.proposers.base import ArbitratedLookup, Lookup, ModelProposer
+from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.proposers.ngram import NgramProposer
@@ -20,6 +21,7 @@ MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {
     "mtp": HeadProposer,
     "eagle3": HeadProposer,
     "assistant": AssistantProposer,
+    "block": BlockProposer,
 }
 """The proposers of the methods in `METHODS` that draft by models."""
 

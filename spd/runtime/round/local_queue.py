@@ -348,7 +348,8 @@ class LocalRoundQueue:
                 for view, last_view in zip(views, self.last_views, strict=True)
             ]
             model_drafts = 0 < next_k <= proposer.max_model_drafts
-            forwards = next_k if model_drafts and proposer.samples_drafts else 0
+            if model_drafts and proposer.samples_drafts:
+                forwards = 1 if proposer.drafts_at_once else next_k
             missing = self.missing_tokens
             if model_drafts or (missing and missing + k >= CATCH_UP):
                 self._catch_up()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 
@@ -23,35 +25,23 @@ from spd.kernels.round.window import Rows, kv_slots
 from spd.runtime.layers.base import ForwardBatch, HeadShape, HeadStates, ModelOutput
 from spd.runtime.layers.skinny_linear import SkinnyLinear
 from spd.runtime.layers.torch_linear import Linear
+from spd.runtime.models.block_model import BlockModel
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.round import arithmetic_probe as probe
 from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST
 from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
-from spd.runtime.round.rows import MERGED_WIDTH, PromptPart, SlotRows, SlotView
+from spd.runtime.round.row_padding import (
+    bucket_for,
+    concatenate_outputs,
+    repeat_last,
+    scatter_rows,
+)
+from spd.runtime.round.rows import MERGED_WIDTH, BlockEnds, PromptPart, SlotRows, SlotView
 from spd.runtime.round.transfer import to_device
 
-
-def _scatter(rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-    """Return rows [P, ...] of slots, int64 [P], among zeros for the other slots: [num_slots, ...]."""
-    return rows.new_zeros(num_slots, *rows.shape[1:]).index_copy_(0, slots, rows)
-
-
-def bucket_for(rows: int, buckets: tuple[int, ...]) -> int:
-    """Return the smallest padded number of rows: full tiles of the widest bucket, and a bucket."""
-    full_tiles, remaining_rows = divmod(rows, WIDEST)
-    padded = full_tiles * WIDEST
-    if remaining_rows:
-        padded += next(bucket for bucket in buckets if bucket >= remaining_rows)
-    return padded
-
-
-def concatenate_outputs(outputs: Sequence[ModelOutput]) -> ModelOutput:
-    """Return outputs [1, rows, hidden] of consecutive rows as one."""
-    hidden = torch.cat([output.hidden for output in outputs], 1)
-    if all(output.states is output.hidden for output in outputs):
-        return ModelOutput.from_hidden(hidden)
-    return ModelOutput(hidden, torch.cat([output.states for output in outputs], 1))
+AttentionPlans = dict[HeadShape, AttentionPlan]
+"""Plans by the shape of heads."""
 
 
 class ModelRunner:
@@ -154,14 +144,16 @@ class ModelRunner:
         states: HeadStates | None = None,
         *,
         prefix_committed: bool = True,
+        block_ends: BlockEnds | None = None,
     ) -> ModelOutput:
         """Return the hidden states [S, Q, hidden] of windows, and write the KV of their valid rows.
 
         views: one for each slot. states: target states of the S slots, for models that read some.
         prefix_committed: True if all tokens before the rows are committed, so that recurrent layers
-        may store their states. In torch's form the states of slots without rows are zeros.
+        may store their states. block_ends: of rows that are a block drafter's. In torch's form the
+        states of slots without rows are zeros.
         """
-        slot_rows = SlotRows(rows, page_table, views, states)
+        slot_rows = SlotRows(rows, page_table, views, states, block_ends=block_ends)
         occupied = self._occupied_slots(views)
         if occupied is not None:
             slot_rows = slot_rows.select(occupied)
@@ -178,7 +170,7 @@ class ModelRunner:
         )
         if occupied is None:
             return output
-        return output.map(lambda tensor: _scatter(tensor, occupied, len(views)))
+        return output.map(lambda tensor: scatter_rows(tensor, occupied, len(views)))
 
     def _prompt_slot_rows(
         self,
@@ -249,13 +241,22 @@ class ModelRunner:
         return to_device(occupied, torch.long, self.device)
 
     def _batch(
-        self, slot_rows: SlotRows, tile: int | None = None, chunk_start: int | None = None
+        self,
+        slot_rows: SlotRows,
+        tile: int | None = None,
+        chunk_start: int | None = None,
+        *,
+        attends: bool = True,
     ) -> ForwardBatch:
         """Return the batch of a pass, padded to a bucket.
 
         tile: rows of a product at most. chunk_start: the first position of a chunk, None for
-        windows.
+        windows. attends: False for a pass without attention.
         """
+        plan: AttentionPlans = {}
+        block_plan: AttentionPlans = {}
+        if attends:
+            plan, block_plan = self._attention_plans(slot_rows, chunk_start)
         rows = slot_rows.rows
         tile = tile or self.tile
         slots, width = rows.token_ids.shape
@@ -274,7 +275,8 @@ class ModelRunner:
             positions=positions,
             kv_slots=kv_slots,
             page_table=slot_rows.page_table,
-            plan=self._attention_plan(slot_rows, chunk_start),
+            plan=plan,
+            block_plan=block_plan,
             num_slots=slots,
             width=width,
             tile=tile,
@@ -297,17 +299,22 @@ class ModelRunner:
             segments.applied.scatter_(0, slots, after)
         return output
 
-    def _attention_plan(
+    def _attention_plans(
         self, slot_rows: SlotRows, chunk_start: int | None
-    ) -> dict[HeadShape, AttentionPlan]:
-        """Plan the attention of all layers over the slots' rows, for each shape of heads."""
+    ) -> tuple[AttentionPlans, AttentionPlans]:
+        """Plan the attention of all layers over the slots' rows, for each shape of heads.
+
+        The second plans are those of layers whose rows attend to all rows of their block.
+        """
         positions = slot_rows.rows.positions
+        block_ends = slot_rows.block_ends
         bounds: list[int] = []
         first_pages: list[int | None] = []
         if self.buckets is not None:  # only torch's form reads the host's views
             if chunk_start is None:
-                padding = bucket_for(positions.shape[1], self.buckets) - positions.shape[1]
-                positions = torch.cat((positions, positions[:, -1:].expand(-1, padding)), 1)
+                pad_rows = partial(repeat_last, count=bucket_for(positions.shape[1], self.buckets))
+                positions = pad_rows(positions)
+                block_ends = None if block_ends is None else block_ends.map(pad_rows)
             for view in slot_rows.views:
                 bounds.append(-(-view.bound // KV_BLOCK) * KV_BLOCK)
                 count = bounds[-1] // self.cache.page_size
@@ -322,14 +329,22 @@ class ModelRunner:
             first_pages,
             chunk_start,
         )
-        shapes = {
-            (heads.num_heads, heads.num_kv_heads, heads.head_dim): heads
-            for heads in self.model.heads
-        }
-        return {
-            shape: self.kernels.plan_attention(windows, heads, self.cache.page_size, self.dtype)
-            for shape, heads in shapes.items()
-        }
+        block_windows = windows
+        if block_ends is not None:
+            block_windows = replace(windows, last=block_ends.last)
+            if block_ends.window_ends is not None:
+                windows = replace(windows, positions=block_ends.window_ends, last=positions)
+                block_windows = replace(block_windows, positions=block_ends.window_ends)
+        plans: tuple[AttentionPlans, AttentionPlans] = ({}, {})
+        for heads in self.model.heads:
+            shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
+            plans[heads.sees_block][shape] = self.kernels.plan_attention(
+                block_windows if heads.sees_block else windows,
+                heads,
+                self.cache.page_size,
+                self.dtype,
+            )
+        return plans
 
     def logits(self, hidden: Tensor, views: Sequence[SlotView] = ()) -> Tensor:
         """Return float32 logits [..., V] of hidden [..., hidden].
@@ -346,7 +361,7 @@ class ModelRunner:
         if padding:
             flat = torch.cat((flat, flat.new_zeros(padding, flat.shape[1])))
         logits = self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
-        return logits if occupied is None else _scatter(logits, occupied, len(views))
+        return logits if occupied is None else scatter_rows(logits, occupied, len(views))
 
     def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
         """Sample tokens [S, R] in the head from hidden [S, R, hidden].
@@ -453,3 +468,33 @@ class ModelRunner:
         else:
             batch = self._batch(slot_rows)
         return self._run(batch).map(lambda tensor: tensor[None, :count])
+
+    def write_states(
+        self, states: Tensor, rows: Rows, page_table: Tensor, chunk_start: int | None = None
+    ) -> None:
+        """Write the cache entries that a block drafter makes of its target's states of rows.
+
+        states: [S, W, hidden]. chunk_start: the first position of a prompt's full chunk.
+        """
+        assert isinstance(self.model, BlockModel)
+        slot_rows = SlotRows(rows, page_table, ())
+        tile = None if chunk_start is None else states.shape[1]
+        batch = self._batch(slot_rows, tile, chunk_start, attends=False)
+        flat = states.reshape(-1, states.shape[-1])
+        flat = repeat_last(flat.T, len(batch.positions)).T.contiguous()
+        self.model.store_context(flat, batch, self.cache.layers)
+
+    def write_prompt_states(self, part: PromptPart, states: Tensor) -> None:
+        """Write those entries of a part of a prompt, whose states are [1, W, hidden], W >= its
+        rows.
+        """
+        step = self.chunk if part.chunked else self.kernels.capabilities.tail_rows
+        for begin in range(part.begin, part.end, step):
+            end = min(begin + step, part.end)
+            piece = part._replace(begin=begin, end=end)
+            self.write_states(
+                states[:, begin - part.begin : end - part.begin],
+                self.prompt_rows(piece),
+                self.page_tables([piece]),
+                begin if part.chunked else None,
+            )

@@ -29,6 +29,8 @@ class Proposer:
 
     Else certain.
     """
+    drafts_at_once: bool = False
+    """True if one forward drafts all tokens."""
     tracks_matches: bool = False
     """True if it searches for matches, and writes `state.match`, in rounds without drafts too."""
     max_model_drafts: int = sys.maxsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,20 @@ class PromptPart(NamedTuple):
         return self._replace(end=end, chunked=self.chunked and end == self.end)
 
 
+class BlockEnds(NamedTuple):
+    """What the rows of blocks [S, W] attend to, in place of the positions up to their own."""
+
+    last: Tensor
+    """int64 [S, W]: the last position of each row's block."""
+    window_ends: Tensor | None = None
+    """int64 [S, W]: the position at which each row's sliding window ends; None: its own."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> BlockEnds:
+        """Return the ends with `change` applied to both tensors."""
+        ends = self.window_ends
+        return BlockEnds(change(self.last), None if ends is None else change(ends))
+
+
 class SlotRows(NamedTuple):
     """The rows of one pass, S windows of one width, with all that attention reads for them."""
 
@@ -64,6 +78,8 @@ class SlotRows(NamedTuple):
     """Target states of the S slots, for models that read some."""
     segments: Segments | None = None
     """Segments of at most S slots, for models with recurrent layers."""
+    block_ends: BlockEnds | None = None
+    """The ends of a block drafter's blocks."""
 
     def select(self, slots: Tensor) -> SlotRows:
         """Return the windows of the slots with rows, int64 [P]."""
@@ -76,8 +92,17 @@ class SlotRows(NamedTuple):
             self.rows.valid.index_select(0, slots),
             self.rows.kv_slots.index_select(0, slots),
         )
+        block_ends = self.block_ends
+        if block_ends is not None:
+            block_ends = block_ends.map(lambda ends: ends.index_select(0, slots))
         views = [view for view in self.views if view.bound]
-        return SlotRows(rows, self.page_table.index_select(0, slots), views, states)
+        return SlotRows(
+            rows=rows,
+            page_table=self.page_table.index_select(0, slots),
+            views=views,
+            states=states,
+            block_ends=block_ends,
+        )
 
     def with_segments(self, slots: Tensor, applied: Tensor, *, prefix_committed: bool) -> SlotRows:
         """Return the rows with segments of the valid ones, which are adjacent in each window.

@@ -216,7 +216,31 @@ class Sampler:
             fused = self.draw_fused(runner, hidden, step, draft_needs)
             if fused is not None:
                 return fused[0]
+        return self.draw_from_logits(runner.logits(hidden), step, draft_needs)
+
+    def draw_block(self, runner: ModelRunner, hidden: Tensor, needs: SamplingSteps) -> Tensor:
+        """Sample the tokens [S, k] of a block drafter from hidden [S, k, hidden], as `draw_draft`
+        does.
+        """
+        draft_needs = SamplingSteps(noise=needs.noise, bias=needs.bias)
+        if self.draft_distributions is None:
+            fused = self.draw_fused(runner, hidden, 0, draft_needs)
+            if fused is not None:
+                return fused[0]
         logits = runner.logits(hidden)
+        if self.draft_distributions is None:
+            return self.draw_from_logits(logits, 0, draft_needs)
+        tokens = [
+            self.draw_from_logits(logits[:, step : step + 1].contiguous(), step, draft_needs)
+            for step in range(logits.shape[1])
+        ]
+        return torch.cat(tokens, 1)
+
+    def draw_from_logits(self, logits: Tensor, step: int, draft_needs: SamplingSteps) -> Tensor:
+        """Sample a drafter's tokens [S, R] from logits [S, R, V], the first at position length + step.
+
+        With `draft_distributions`, R is 1.
+        """
         no_draft = self.state.draft[:, :0]
         vocab_size = logits.shape[-1]
         usable = min(self.usable_vocab, vocab_size)

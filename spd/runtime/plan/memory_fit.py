@@ -1,0 +1,180 @@
+"""The largest context and pages that fit into memory, and the options that free how much where
+nothing does.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from spd.errors import ResourceError, UsageError
+from spd.kernels.attention.attention_chunks import KV_BLOCK
+from spd.runtime.models.weights import WIDE, WeightForm, int4_form
+from spd.runtime.plan.config import METHODS, EngineConfig, format_size
+from spd.runtime.plan.memory import (
+    EngineShape,
+    measure,
+    min_pages,
+    snapshot_nbytes,
+)
+from spd.runtime.round.limits import PAGE_SIZE
+
+SHARE_OF_SNAPSHOTS = 8
+"""Snapshots of recurrent states take at most one part in so many of the usable memory."""
+WORTH_NAMING = 0.01
+"""A remedy that frees a smaller share of the total is not mentioned, unless it suffices."""
+
+
+def find_largest(fits: Callable[[int], bool], limit: int, step: int) -> int:
+    """Return the largest multiple of `step` below `limit`, or `limit`, that fits; 0 if none."""
+    if fits(limit):
+        return limit
+    counts = range(1, -(-limit // step))
+    return step * bisect_left(counts, True, key=lambda count: not fits(count * step))
+
+
+def fits(shape: EngineShape, usable: int | None) -> bool:
+    """True if the shape takes no more than `usable` bytes; False where they are unknown."""
+    return usable is not None and measure(shape).total <= usable
+
+
+def fit_to_memory(
+    shape: EngineShape, config: EngineConfig, device: str, free_bytes: int
+) -> EngineShape:
+    """Return the shape with an automatic context and number of pages cut to `free_bytes`.
+
+    Pages are cut first, down to those of one request. Raises ResourceError, UsageError for fewer.
+    """
+    usable_bytes = int(free_bytes * config.memory_fraction)
+    if shape.snapshots:
+        snapshot_limit = usable_bytes // SHARE_OF_SNAPSHOTS // snapshot_nbytes(shape)
+        shape = replace(shape, snapshots=min(snapshot_limit, shape.snapshots))
+
+    def with_min_pages(ctx: int) -> EngineShape:
+        return replace(at_context(shape, ctx), minimal_pages=shape.slots > 1)
+
+    ctx = shape.ctx
+    if not config.ctx:
+        ctx = find_largest(lambda n: fits(with_min_pages(n), usable_bytes), ctx, PAGE_SIZE)
+    if not ctx or not fits(with_min_pages(ctx), usable_bytes):
+        smallest = with_min_pages(ctx or min(shape.ctx, PAGE_SIZE))
+        raise refusal(
+            shape=smallest,
+            device=device,
+            free=free_bytes,
+            fraction=config.memory_fraction,
+            draft_flag=bool(config.draft_model or config.mtp),
+        )
+    full = at_context(shape, ctx)
+    if full.pages is not None:
+        if full.pages < min_pages(ctx):
+            capacity = f"{full.pages} cache pages hold {full.pages * PAGE_SIZE:,} positions"
+            fix = [f"cache_pages={min_pages(ctx)} or more", "a smaller ctx"]
+            reason = ["A request at full length could never end."]
+            raise UsageError(f"{capacity}, but the context is {ctx:,}", reason=reason, fix=fix)
+        return full
+    if fits(full, usable_bytes):
+        return full
+    step = KV_BLOCK // PAGE_SIZE
+    pages = find_largest(lambda n: fits(replace(full, pages=n), usable_bytes), full.num_pages, step)
+    return replace(full, pages=max(pages, min_pages(ctx)))
+
+
+def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
+    """Return every option that would free memory noticeably, and how much: sufficient ones first.
+
+    usable: bytes that are there; None where only the device knows: contexts and slots are halved.
+    draft_flag: the drafter was requested by --draft-model or --mtp, which other methods refuse.
+    """
+    now = measure(shape).total
+    options = []
+    for flag, changed in [*_shorter_or_fewer(shape, usable), *_other_options(shape, draft_flag)]:
+        frees = now - measure(changed).total
+        suffices = fits(changed, usable)
+        if suffices or frees >= WORTH_NAMING * now:
+            alone = "" if suffices or usable is None else ", not enough alone"
+            order = (0, frees) if suffices else (1, -frees)
+            options.append((order, f"{flag}  (frees {format_size(frees)}{alone})"))
+    return [words for _, words in sorted(options)]
+
+
+def _shorter_or_fewer(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
+    """Yield options for fewer positions or slots: as many as fit, or half."""
+    ctx = (
+        find_largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE)
+        or shape.ctx // 2
+    )
+    ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # a round number
+    if 2 <= ctx < shape.ctx:
+        yield f"--ctx {ctx}", at_context(shape, ctx)
+    slots = (
+        find_largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1)
+        or shape.slots // 2
+    )
+    if slots:
+        yield f"--concurrency {slots}", replace(shape, slots=slots)
+
+
+def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
+    """Yield options for another method, dtype or way of running."""
+    if shape.draft is not None or shape.mtp is not None:
+        without = (
+            f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
+        )
+        ngram_draft_max = METHODS["ngram"].draft_max
+        yield (
+            f"--spec ngram{without}",
+            replace(shape, draft=None, mtp=None, draft_max=ngram_draft_max),
+        )
+    elif shape.draft_max:
+        yield "--spec off", replace(shape, draft_max=0)
+    if shape.stores_distributions:
+        yield "--verify coupled", replace(shape, stores_distributions=False)
+    wide = (shape.form, shape.draft_form) == (WIDE, WIDE)
+    models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
+    stored = [model.quantization for model in models if model is not None]
+    if wide and not any(stored):
+        for form in (WeightForm("int8"), int4_form(shape.kernels, shape.dtype)):
+            if not form.widened:
+                yield f"--quantize {form.kind}", replace(shape, form=form, draft_form=form)
+    if shape.dtype == "float32":
+        yield "--dtype bfloat16", replace(shape, dtype="bfloat16")
+    if shape.graphs:
+        yield "--graphs off", replace(shape, graphs=False)
+
+
+def refusal(
+    shape: EngineShape, device: str, free: int, fraction: float, draft_flag: bool = False
+) -> ResourceError:
+    """Return the error for a shape that takes more than `fraction` of a device's `free` bytes."""
+    need = measure(shape)
+    usable = int(free * fraction)
+    fix = remedies(shape, usable, draft_flag)
+    percent = -(-100 * need.total // max(1, free))
+    if percent <= 100:
+        gained = free * percent // 100 - usable
+        fix.append(f"--memory-fraction {percent / 100:g}  (allows {format_size(gained)} more)")
+    message = f"not enough memory on {device} for a context of {shape.ctx:,} tokens"
+    share = f"{fraction:g} of the {format_size(free)} that are free"
+    reason = [
+        f"needed are {format_size(need.total)}, usable {format_size(usable)}: {share}",
+        need.summary(),
+    ]
+    return ResourceError(
+        message, reason=reason, fix=fix or ["a smaller model, or a device with more memory"]
+    )
+
+
+def longest_context(shape: EngineShape, usable: int) -> int:
+    """Return the longest context with which a shape fits into `usable` bytes; 0 if none does."""
+    return find_largest(
+        lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE
+    )
+
+
+def at_context(shape: EngineShape, ctx: int) -> EngineShape:
+    """Return the shape with another context, and the draft model's no longer than it."""
+    return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))

@@ -1,0 +1,142 @@
+"""Block drafters: read in every dialect, and drafts against a plain reference."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spd.errors import CheckpointError, SpdError, UsageError
+from tests.helpers import Tiny, make_engine, write_altered_drafter
+from tests.recipes.tiny_block import write_tiny_block_pair
+from tests.runtime.block_reference import PlainBlock, PublishedBlock
+from tests.runtime.test_runtime_mtp import compare_drafts, generate_texts
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "outer_keys": {"nested": False, "taps": (2, 0, 1), "block_size": 4},
+    "sliding": {"kinds": "fs", "window": 7},
+    "sliding_both_ways": {"kinds": "sf", "window": 7, "is_causal": False},
+    "causal": {"kinds": "sf", "window": 9, "is_causal": True},
+    "biases": {"bias": True, "layers": 3, "block_size": 8},
+    "scales": {"embedding_scale": 4.0, "multiplier": 0.5, "softcap": 3.0},
+}
+KERNELS = ("torch", "auto")
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_are_the_reference_s(tmp_path: Path, name: str, kernels: str) -> None:
+    target = tmp_path / "target"
+    drafter = write_tiny_block_pair(target, tmp_path / "drafter", **DRAFTERS[name])
+    k = DRAFTERS[name].get("block_size", 5) - 1
+    engine = make_engine(target, spec="block", draft_model=drafter, draft_max=k, kernels=kernels)
+    runs = generate_texts(engine, 24)
+    wrong, num_compared, rejected = compare_drafts(PlainBlock(target, drafter), runs, 6)
+    assert wrong == 0, (wrong, num_compared)
+    assert rejected > 5 and num_compared > 12
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_are_those_of_the_published_code(tmp_path: Path, name: str) -> None:
+    """Step by step at temperature 0, and whole texts of the package's own loop."""
+    pytest.importorskip("dflash")
+    target = tmp_path / "target"
+    drafter = write_tiny_block_pair(target, tmp_path / "drafter", **DRAFTERS[name])
+    k = DRAFTERS[name].get("block_size", 5) - 1
+    engine = make_engine(target, spec="block", draft_model=drafter, draft_max=k, kernels="auto")
+    runs = generate_texts(engine, 40)
+    published = PublishedBlock(target, drafter)
+    wrong, num_compared, rejected = compare_drafts(published, runs)
+    assert wrong == 0, (wrong, num_compared)
+    assert rejected > 20 and num_compared > 40
+    for prompt, run in runs[:2]:
+        assert published.generate(prompt, 40) == run.tokens
+
+
+CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda t: t.pop("fc.weight"), "'fc.weight': is missing"),
+    (lambda t: t.pop("layers.0.self_attn.k_norm.weight"), "k_norm.weight': is missing"),
+    (lambda t: t.update({"hidden_norm.weight": torch.ones(32)}), "'hidden_norm.weight'.*32"),
+    (
+        lambda t: t.update({"layers.1.mlp.up_proj.weight": torch.ones(96, 65)}),
+        "'layers.1.mlp.up_proj.weight'.*65",
+    ),
+    (
+        lambda t: t.update({"layers.1.self_attn.g_proj.weight": torch.ones(6, 64)}),
+        "g_proj.weight: this kind of DFlash drafter is not supported",
+    ),
+    (
+        lambda t: t.update({"candidate_selector.x": torch.ones(2)}),
+        "candidate_selector.x: this kind",
+    ),
+    (lambda t: t.update({"lm_head.weight": torch.ones(8, 64)}), "'lm_head.weight'.*8"),
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    return folder / "target", write_tiny_block_pair(folder / "target", folder / "drafter")
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_damaged_drafters_are_refused(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    change: Callable[[dict[str, Any]], object],
+    words: str,
+) -> None:
+    folder = write_altered_drafter(pair[1], tmp_path / "drafter", change)
+    with pytest.raises(CheckpointError, match=words) as refusal:
+        make_engine(pair[0], spec="block", draft_model=folder)
+    assert refusal.value.exit_code == 4
+
+
+def test_an_embedding_of_the_mask_by_itself_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "drafter")
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"mask_embedding\.pt: an embedding of the mask token"
+    ):
+        make_engine(pair[0], spec="block", draft_model=folder)
+
+
+def test_a_drafter_of_another_target_is_refused(pair: tuple[Path, Path], tiny: Tiny) -> None:
+    with pytest.raises(SpdError, match="DFlash head was made for another model") as refusal:
+        make_engine(tiny("qwen3", layers=3), spec="block", draft_model=pair[1])
+    assert any("number of layers" in reason for reason in refusal.value.reason)
+
+
+def test_a_block_has_so_many_drafts(pair: tuple[Path, Path]) -> None:
+    options: dict[str, Any] = {"spec": "block", "draft_model": pair[1]}
+    assert make_engine(pair[0], **options).plan.shape.draft_max == 4
+    with pytest.raises(UsageError, match="--draft-max 5: this drafter's block has 4 drafts"):
+        make_engine(pair[0], draft_max=5, **options)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_block_has_all_its_rows_whatever_k_is(pair: tuple[Path, Path], k: int) -> None:
+    """The first k drafts do not depend on how many are verified."""
+    engine = make_engine(pair[0], spec="block", draft_model=pair[1], draft_max=k, kernels="auto")
+    runs = generate_texts(engine, 12)
+    wrong, num_compared, _ = compare_drafts(PlainBlock(*pair), runs, 6)
+    assert wrong == 0 and num_compared > 12
+
+
+@pytest.mark.parametrize("draft_ctx", [20, 40])
+def test_a_drafter_may_end_before_its_target(pair: tuple[Path, Path], draft_ctx: int) -> None:
+    """Up to its limit it drafts as ever; then the text goes on without drafts."""
+    options: dict[str, Any] = {"spec": "block", "draft_model": pair[1], "draft_ctx": draft_ctx}
+    runs = generate_texts(make_engine(pair[0], **options, kernels="auto"), 60)
+    plain = generate_texts(make_engine(pair[0], kernels="auto"), 60)
+    assert [run.output for _, run in runs] == [run.output for _, run in plain]
+    positions = [record.position for _, run in runs for record in run.rounds if record.draft]
+    assert positions and max(positions) <= draft_ctx
