@@ -8,6 +8,10 @@ import signal
 import sys
 from contextlib import suppress
 
+UNUSED_BY_ENGINES = "torch._meta_registrations"
+"""Operations on tensors without data, for torch's compilers: a quarter of torch's import."""
+NVIDIA_DEVICE = "/dev/nvidiactl"
+
 
 def main() -> int:
     """Run the command line and end the process with its exit status; return that of --version."""
@@ -19,6 +23,10 @@ def main() -> int:
             return 0
     gc.set_threshold(100_000)  # a short run ends before there is much garbage
     try:
+        from spd.lazy_names import DeferredModule
+
+        if not os.path.exists(NVIDIA_DEVICE):  # deferring is untried with CUDA
+            DeferredModule.install(UNUSED_BY_ENGINES)
         from spd.cli.app import main as run
 
         status = run(sys.argv[1:])

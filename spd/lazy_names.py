@@ -1,10 +1,12 @@
-"""Public names of a package that are imported when they are first used."""
+"""Names and modules that are imported when they are first used."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
 from typing import Any
 
 
@@ -24,3 +26,20 @@ def make_lazy_getattr(package: str, modules: Mapping[str, Collection[str]]) -> C
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return import_name
+
+
+class DeferredModule(ModuleType):
+    """Stands for a module that others import, and imports it when one of its names is used."""
+
+    @classmethod
+    def install(cls, name: str) -> None:
+        """Put a deferred module into the place of one that has not been imported."""
+        sys.modules.setdefault(name, cls(name))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a name of the module. Raises AttributeError if the module lacks it."""
+        if name.startswith("__"):  # asked by the import system and by `inspect`
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)

@@ -18,7 +18,7 @@ from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.conversation.settings import Settings
 from spd.conversation.thinking import thinking_budget
 from spd.conversation.vocabulary import open_vocabulary
-from spd.errors import UsageError
+from spd.errors import SpdError, UsageError
 from spd.runtime.plan.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     from spd.formats.folder import ModelFolder
 
     folder = folder or ModelFolder.resolve(options.model)
+    if not getattr(options, "raw", False):
+        _start_template(folder)
     config = engine_config(options, folder)
     vocabulary = open_vocabulary(options.model, folder)
     grammar = None
@@ -101,6 +103,13 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
     return Settings(
         config, sampling, vocabulary, usable_vocab_size, context, grammar, options.think
     )
+
+
+def _start_template(folder: ModelFolder) -> None:
+    """Start what renders the chat template: it takes as long as the tokenizer, beside it."""
+    with suppress(SpdError):  # a faulty file is refused where it is needed
+        if folder.template is not None:
+            folder.template.start()
 
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:

@@ -6,7 +6,6 @@ into a form that it can, so that one odd turn does not make every later request 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,6 +200,8 @@ def _short_id(name: object) -> str:
     text = str(name or "")
     if re.fullmatch("[a-zA-Z0-9]{9}", text):
         return text
+    import hashlib
+
     return hashlib.sha256(text.encode()).hexdigest()[:9]
 
 

@@ -84,6 +84,11 @@ class ChatTemplate:
             raise CheckpointError(f"{where}: {message}")
         return cls(where, templates, special)
 
+    def start(self) -> None:
+        """Start the process that renders, so that it is ready when it is asked."""
+        with suppress(EngineError):  # raised again by whoever renders
+            self._process.start()
+
     @property
     def tools_template(self) -> str:
         """The template that is rendered for a request with tools."""
@@ -285,7 +290,7 @@ class TemplateProcess:
     """One worker process, used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Mapping[str, object]) -> dict[str, str]:
@@ -296,9 +301,7 @@ class TemplateProcess:
         request = _to_json({"source": source, "variables": dict(variables)}).encode()
         reply: dict[str, str] | None = None
         with self._lock:
-            process = self._process
-            if process is None or process.poll() is not None:
-                process = self._start()
+            process = self.start()
             assert process.stdin is not None and process.stdout is not None
             try:
                 with suppress(OSError, ValueError):
@@ -313,23 +316,29 @@ class TemplateProcess:
             raise EngineError(f"the chat template worker ended with status {process.returncode}")
         return reply or {"limit": "takes too much time or memory"}
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        code = "from spd.formats.template_worker import main; main()"
-        pipe = subprocess.PIPE
-        try:  # in a separate session: Ctrl-C in the terminal must not reach the worker
-            self._process = process = subprocess.Popen(
-                isolated_command(code),
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EngineError(
-                f"cannot start the chat template worker: {error.strerror or error}"
-            ) from None
-        weakref.finalize(self, _end_process, process)
-        return process
+    def start(self) -> subprocess.Popen[bytes]:
+        """Return the worker, started unless it runs. Raises `EngineError` when it cannot be."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = _start_process()
+                weakref.finalize(self, _end_process, self._process)
+            return self._process
+
+
+def _start_process() -> subprocess.Popen[bytes]:
+    code = "from spd.formats.template_worker import main; main()"
+    pipe = subprocess.PIPE
+    try:  # in a separate session: Ctrl-C in the terminal must not reach the worker
+        return subprocess.Popen(
+            isolated_command(code),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        message = f"cannot start the chat template worker: {error.strerror or error}"
+        raise EngineError(message) from None
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:

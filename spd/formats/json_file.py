@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import shlex
 import stat
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
 from spd.errors import CheckpointError
 
-logger = logging.getLogger(__name__)
 CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
 MAX_DEPTH = 64
 """Levels of lists and objects inside each other."""
@@ -387,7 +385,11 @@ class Fields:
             if token_id < end:
                 ids[token_id] = None
             else:
-                logger.warning("%s: %s: no text has id %s", self.where, key, display_text(token_id))
+                import logging
+
+                message = "%s: %s: no text has id %s"
+                logger = logging.getLogger(__name__)
+                logger.warning(message, self.where, key, display_text(token_id))
         return tuple(ids)
 
     def optional_nested(self, key: str) -> Fields | None:

@@ -11,11 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command, get_group
 
 import spd
 from spd import errors
 from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
+from spd.cli.options import GenerateOptions
+from spd.cli.run_settings import plan_settings
+from spd.formats.chat_template import TemplateProcess
+from spd.formats.folder import ModelFolder
 from tests.cli.conftest import ROOT, assert_refused
 
 LIGHT = {"torch", "triton", "numpy", "transformers", "huggingface_hub", "pydantic", "jinja2"}
@@ -29,6 +34,7 @@ HEAVY = LIGHT | {
 }
 WRITERS = {"spd.formats.writer", "tempfile"}
 STYLED = {"rich.markdown", "rich.traceback", "markdown_it", "pygments"}
+BARS = {"spd.cli.terminal.bars", "spd.cli.terminal.tables", "spd.runtime.plan.config"}
 BODIES = {f"spd.cli.commands.{module}" for module, *_ in COMMAND_TABLE.values()}
 COMPLETIONS = "spd.cli.commands.doctor"
 COMPLETION = {"COMP_WORDS": "spd ls --j", "COMP_CWORD": "2", "_SPD_COMPLETE": "complete_bash"}
@@ -43,7 +49,7 @@ COMMAND_COMPLETION = {**COMPLETION, "COMP_WORDS": "spd ", "COMP_CWORD": "1"}
 CACHE = {"HF_HUB_CACHE": "CACHE"}
 STARTS = [
     ("--version", {}, f"spd {spd.__version__}\n", {"typer", "rich", "spd.cli", *HEAVY}),
-    ("--help", {}, "inspect", HEAVY | BODIES | STYLED),
+    ("--help", {}, "inspect", HEAVY | BODIES | STYLED | BARS),
     ("completions bash", {}, "complete", HEAVY),
     ("inspect --help", {}, "spd inspect", HEAVY | STYLED | BODIES - {"spd.cli.commands.inspect"}),
     ("inspect demo", {}, "DeepseekV3ForCausalLM", LIGHT | WRITERS),
@@ -92,6 +98,48 @@ def test_help_of_no_command_loads_anything_heavy() -> None:
     run = f"from spd.cli.app import main\nfor name in {COMMANDS!r}: main([name, '-h'])"
     out, modules = loaded_after(run=run)
     assert all(f"spd {name}" in out for name in COMMANDS) and not modules & HEAVY
+
+
+COMPILERS = {"torch._decomp", "torch._prims", "torch._refs"}
+"""What torch imports for its compilers: a quarter of its time."""
+
+
+def test_an_engine_starts_without_torchs_compilers() -> None:
+    run = "import spd.__main__ as start\nstart.NVIDIA_DEVICE = '/none'\nstart.main()"
+    words = ["generate", "-m", "demo", "--no-server", "--device", "cpu", "-n", "1", "hi"]
+    out, modules = loaded_after(words, run)
+    assert out.strip() and "torch" in modules and not modules & COMPILERS
+
+
+def test_a_deferred_module_is_imported_when_a_name_is_used() -> None:
+    code = (
+        "import sys; from spd.lazy_names import DeferredModule; DeferredModule.install('colorsys')\n"
+        "import colorsys; before = sys.modules['colorsys']; hasattr(colorsys, '__file__')\n"
+        "print(before is colorsys, colorsys.rgb_to_hls(0, 1, 0)[1], hasattr(colorsys, 'other'))\n"
+        "print(sys.modules['colorsys'] is colorsys, sys.modules['colorsys'].__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "True 0.5 False\nFalse colorsys\n", done.stderr
+
+
+def test_seeded_numbers_are_the_same_without_torchs_compilers() -> None:
+    code = (
+        "from spd.lazy_names import DeferredModule; DeferredModule.install('torch._meta_registrations')\n"
+        "from spd.kernels.seeded import seeded_generator\n"
+        "import torch; print(torch.rand(3, generator=seeded_generator()).tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(0))
+    assert done.stdout == f"{expected.tolist()}\n", done.stderr
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_template_process_starts_before_the_prompt_is_rendered(raw, monkeypatch) -> None:
+    started: list[TemplateProcess] = []
+    monkeypatch.setattr(TemplateProcess, "start", lambda process: started.append(process))
+    folder = ModelFolder.resolve("demo")
+    settings = plan_settings(GenerateOptions(model="demo", raw=raw), folder)
+    assert len(started) == (not raw) and settings.vocabulary.template is folder.template
 
 
 def test_a_missing_numpy_is_no_news() -> None:

@@ -248,8 +248,8 @@ def test_a_worker_that_cannot_start_is_no_fault_of_the_template(
 def test_the_worker_ends_with_its_template_and_with_its_input() -> None:
     process = TemplateProcess()
     other = TemplateProcess()
-    child = process._start()
-    listening = other._start()
+    child = process.start()
+    listening = other.start()
     del process
     gc.collect()
     assert child.poll() is not None

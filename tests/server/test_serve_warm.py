@@ -80,6 +80,7 @@ def server(home: Path) -> Iterator[int]:
 
 
 NOT_WARM = {"tokenizers", "spd.formats.model_config", "importlib.metadata", "secrets"}
+NOT_WARM |= {"hashlib", "logging", "spd.cli.terminal.bars"}
 """What a prompt that a server answers does without: each takes milliseconds of the time to its
 first byte."""
 COMMANDS: list[list[str]] = [

@@ -137,7 +137,6 @@ def load_command(name: str) -> Callable[..., int | None]:
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         )
     run.__doc__ = body.__doc__
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__dict__["__signature__"] = Signature(parameters)
     return run
 

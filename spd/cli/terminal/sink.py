@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from spd.cli.terminal.bars import ASCII, UNICODE, BarGlyphs
 from spd.cli.terminal.plain_text import CONTROL, MISLEADING, as_line, escape_controls, fit_lines
 from spd.cli.terminal.streams import columns_of, is_terminal
-from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
 from spd.errors import ResourceError, SpdError, UsageError
 from spd.formats.files import open_output
+
+if TYPE_CHECKING:
+    from spd.cli.terminal.bars import BarGlyphs
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -120,6 +122,8 @@ class Sink:
         if as_json:
             self.write(to_json(result) + "\n")
         else:
+            from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
+
             columns = None if self.is_terminal else PIPE_COLUMNS
             self.write_lines(fact_lines(result, columns=columns) if lines is None else lines)
 
@@ -127,6 +131,8 @@ class Sink:
         """Return the bar characters that this terminal can show; None if it is no terminal."""
         if not self.is_terminal:
             return None
+        from spd.cli.terminal.bars import ASCII, UNICODE
+
         try:
             "".join(vars(UNICODE).values()).encode(self._encoding)
         except UnicodeEncodeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -31,6 +30,8 @@ JSON_STYLE: JsonObject = {"whitespace_pattern": JSON_WHITESPACE}
 
 def derived_seed(*parts: int | str) -> int:
     """Return the seed of one reply among many, a function of these parts alone."""
+    import hashlib
+
     digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> (64 - SEED_BITS)
 

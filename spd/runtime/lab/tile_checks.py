@@ -15,6 +15,7 @@ from spd.kernels.interface import Kernels
 from spd.kernels.linear.few_bits import quantize_int8, tile_weight
 from spd.kernels.linear.skinny_config import TOKEN_TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm
+from spd.kernels.seeded import seeded_generator
 from spd.runtime.load.token_tiles import (
     WEIGHT_DTYPES,
     TokenTileLimits,
@@ -115,7 +116,7 @@ def _products(
     kind: str, device: torch.device, shapes: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, Operands]]:
     """Yield operations with their operands, whose results show all that a tile might change."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = seeded_generator(device)
     dtype = torch.float16 if kind == "float16" else torch.bfloat16
 
     def draw(*shape: int) -> Tensor:

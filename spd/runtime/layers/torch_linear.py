@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
+from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import (
     FoldedNorm,
@@ -152,7 +153,7 @@ class Linear(OutputHead):
 
     def make_example_rows(self, count: int) -> Tensor:
         """Return random rows [count, K], always the same, in the dtype that is multiplied."""
-        x = torch.randn(count, self.columns, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(count, self.columns, generator=seeded_generator())
         return x.to(self.weight.device, self.dtype)
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:

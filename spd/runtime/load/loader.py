@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
+from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.linear import AnyEmbedding, OutputHead
 from spd.runtime.layers.native_linear import PackedEmbedding
 from spd.runtime.layers.rotary import RotaryTable
@@ -121,14 +122,14 @@ def make_dummy_filler(device: str, is_tied: bool, meter: LoadMeter) -> TensorFil
     Norms are ones, and products have the size of their inputs, so that nothing overflows however
     deep the model is, and the likeliest token depends on the text.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator = cache(lambda: seeded_generator(device))  # made when a dummy model is
 
     def fill(views: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
             if name.endswith("norm.weight"):
                 view.fill_(1)
             else:
-                view.normal_(0.0, _dummy_std(name, view, is_tied), generator=generator)
+                view.normal_(0.0, _dummy_std(name, view, is_tied), generator=generator())
             meter.advance(view.nbytes)
 
     return fill

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spd.kernels.seeded import seeded_generator
+
 DRAWS = 8192
 """Entries of the table of draws, indexed by position, so that equal lengths have equal acceptance."""
 
@@ -35,7 +37,7 @@ class ImposedAcceptance:
     """
 
     def __init__(self, length: float, k: int, device: str) -> None:
-        draws = torch.rand(DRAWS, generator=torch.Generator().manual_seed(0))
+        draws = torch.rand(DRAWS, generator=seeded_generator())
         self.accepts = (draws < conditional_rate(length, k)).to(device)
 
     def accepted(self, length: Tensor, num_drafts: Tensor, k: int) -> Tensor:

@@ -22,6 +22,7 @@ from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import SegmentRow, Segments
 from spd.kernels.round.window import Rows, kv_slots
+from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.base import ForwardBatch, HeadShape, HeadStates, ModelOutput
 from spd.runtime.layers.skinny_linear import SkinnyLinear
 from spd.runtime.layers.torch_linear import Linear
@@ -92,7 +93,7 @@ class ModelRunner:
         if end < WIDEST:
             return
         self.buckets = (*CANDIDATES, WIDEST)  # so that no width is padded while it is tested
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded_generator()
         start = end - WIDEST
         pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
         cache = KvCache(
