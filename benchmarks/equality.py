@@ -1,13 +1,15 @@
 """Count tokens that speculation changed: every drafter, k, lag and temperature, alone and 16 together.
 
-    python -m benchmarks.equality [-m MODEL] [--draft-model FOLDER] [--dtype bfloat16,float32] [--tp N]
-                                  [--requests 48] [--tokens 64] [--only PATTERN] [--minutes M] [--out FILE]
+    python -m benchmarks.equality [-m MODEL...] [--draft-model FOLDER] [--dtype bfloat16,float32] [--tp N]
+                                  [--requests 48] [--tokens 64] [--rotate] [--only PATTERN] [--minutes M]
+                                  [--out FILE]
 
 What is right is plain decoding of each request alone, without cached prefixes and recorded rounds. A cell
 runs the same requests speculated with one drafter and k: at each lag 16 together in a cache that is too
 small for them, so that some are interrupted, and every sixth alone. Of three requests the second begins as
 the first, and the third is the next turn of its chat: prefixes are found. Where nothing interrupted a
-request, drafts and accepted counts are the same at every lag.
+request, drafts and accepted counts are the same at every lag. With --rotate each drafter of each model runs
+at one k, in turn: for the files of many types that a model comes in.
 
 FILE keeps finished cells, by commit, processor and model; a later call goes on with what is missing. Exits 0
 where nothing differs, 6 where something does, 7 where --minutes left cells.
@@ -171,31 +173,47 @@ def run_cell(
     return {**row, "seconds": round(time.monotonic() - began, 1)}
 
 
-def cells(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, EngineOptions]]:
-    """Yield every cell's name and engine options."""
-    for dtype in arguments.dtype.split(","):
-        for method in methods_of(folder, arguments.draft_model):
-            for k in (None,) if method["spec"] == "off" else KS:
-                options: EngineOptions = {
-                    "model": folder,
-                    "dtype": dtype,
-                    "tp": arguments.tp,
-                    "draft_max": k,
-                    **method,
-                }
-                name = f"{dtype}/{method['spec']}" + ("" if k is None else f"/k{k}")
-                yield name, options
+def cells(
+    arguments: argparse.Namespace, folders: Sequence[Path]
+) -> Iterator[tuple[str, EngineOptions]]:
+    """Yield every cell's name and engine options; with several models the name ends with the model's."""
+    for number, folder in enumerate(folders):
+        ending = f"/{folder.stem}" if len(folders) > 1 else ""
+        for dtype in arguments.dtype.split(","):
+            for turn, method in enumerate(methods_of(folder, arguments.draft_model)):
+                ks: Sequence[int | None] = KS
+                if method["spec"] == "off":
+                    ks = (None,)
+                elif arguments.rotate:
+                    ks = (KS[(number + turn) % len(KS)],)
+                for k in ks:
+                    options: EngineOptions = {
+                        "model": folder,
+                        "dtype": dtype,
+                        "tp": arguments.tp,
+                        "draft_max": k,
+                        **method,
+                    }
+                    length = "" if k is None else f"/k{k}"
+                    yield f"{dtype}/{method['spec']}{length}{ending}", options
+
+
+def models_name(folders: Sequence[Path]) -> str:
+    """Return a model's name, of several the first one's."""
+    others = f" and {len(folders) - 1} more" if len(folders) > 1 else ""
+    return folders[0].name + others
 
 
 def parse_settings(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.equality", description=__doc__)
-    parser.add_argument("-m", "--model", default="demo-hybrid")
+    parser.add_argument("-m", "--model", nargs="+", default=["demo-hybrid"])
     parser.add_argument("--draft-model", type=Path)
     parser.add_argument("--dtype", default="bfloat16,float32")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rotate", action="store_true", help="one k of each drafter, in turn")
     parser.add_argument("--only", default="*", help="cells by name: * stands for anything")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell later")
     parser.add_argument("--out", type=Path)
@@ -205,7 +223,7 @@ def parse_settings(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the cells that are missing; returns the exit status."""
     settings = parse_settings(arguments)
-    folder = resolve_model(settings.model)
+    folders = [resolve_model(model) for model in settings.model]
     end = time.monotonic() + 60 * settings.minutes
     head = {
         "schema": SCHEMA,
@@ -213,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         "machine": describe_machine(),
     }
     head |= {
-        "model": folder.name,
+        "model": models_name(folders),
         "draft_model": settings.draft_model and settings.draft_model.name,
         "tp": settings.tp,
     }
@@ -227,13 +245,15 @@ def main(arguments: list[str] | None = None) -> int:
     if not head["changed"] and all(earlier.get(key) == value for key, value in head.items()):
         rows = earlier["cells"]
     all_cells = {
-        name: options for name, options in cells(settings, folder) if fnmatch(name, settings.only)
+        name: options for name, options in cells(settings, folders) if fnmatch(name, settings.only)
     }
-    right: dict[str, tuple[list[Request], list[Text]]] = {}
+    right: dict[tuple[str, str], tuple[list[Request], list[Text]]] = {}
     for name, options in all_cells.items():
         if name in rows or time.monotonic() > end:
             continue
-        if (dtype := options["dtype"]) not in right:
+        dtype = options["dtype"]
+        key = (str(options["model"]), dtype)
+        if key not in right:
             plain: EngineOptions = {
                 "model": options["model"],
                 "dtype": dtype,
@@ -244,9 +264,9 @@ def main(arguments: list[str] | None = None) -> int:
             engine = Engine(config)
             requests = make_requests(engine, settings.requests, settings.tokens)
             expected = [run(engine, [request])[0] for request in requests]
-            right[dtype] = requests, expected
+            right[key] = requests, expected
             engine.close()
-        requests, expected = right[dtype]
+        requests, expected = right[key]
         rows[name] = run_cell(options, requests, expected)
         print(name, json.dumps(rows[name]), flush=True)
         if settings.out is not None:

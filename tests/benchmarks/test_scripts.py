@@ -103,6 +103,18 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     assert equality.main([*CELL, "--minutes", "0"]) == 7
 
 
+def test_files_of_many_types_have_their_k_in_turn() -> None:
+    settings = equality.parse_settings(["-m", "x", "--rotate", "--dtype", "bfloat16"])
+    names = [name for name, _ in equality.cells(settings, [Path("a.gguf"), Path("b.gguf")])]
+    assert names == [
+        "bfloat16/off/a",
+        "bfloat16/ngram/k2/a",
+        "bfloat16/off/b",
+        "bfloat16/ngram/k4/b",
+    ]
+    assert equality.models_name([Path("a.gguf"), Path("b.gguf")]) == "a.gguf and 1 more"
+
+
 @pytest.mark.parametrize("changed", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
 def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str) -> None:
     honest = equality.run
