@@ -35,6 +35,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.hub import resolve_model
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime.plan.drafter_choice import choose_drafter
+from spd.runtime.round.limits import PAGE_SIZE
 
 SCHEMA = "spd.benchmarks.equality/1"
 TEMPERATURES = (0.0, 0.8, 1.3)
@@ -128,6 +129,18 @@ def differing(texts: Sequence[Text], expected: Sequence[Text]) -> int:
     return sum(sum(map(int.__ne__, f, w)) + abs(len(f) - len(w)) for f, w in pairs)
 
 
+def few_pages(requests: Sequence[Request]) -> int:
+    """Return the pages of a cache that is too small for `SLOTS` of the requests at their ends.
+
+    Half of what they need on average, but enough for the longest.
+    """
+    needs = [
+        -(-(len(request.prompt_ids) + (request.params.max_tokens or 0)) // PAGE_SIZE)
+        for request in requests
+    ]
+    return max(max(needs) + 1, SLOTS * sum(needs) // (2 * len(needs)))
+
+
 def run_cell(
     options: EngineOptions, requests: Sequence[Request], expected: Sequence[Text]
 ) -> dict[str, Any]:
@@ -143,10 +156,7 @@ def run_cell(
         "interrupted": 0,
         "cached": 0,
     }
-    longest = max(
-        len(request.prompt_ids) + (request.params.max_tokens or 0) for request in requests
-    )
-    pages = SLOTS * -(-longest // 64) * 2 // 3
+    pages = few_pages(requests)
     for lag in LAGS:
         together: EngineOptions = {"slots": SLOTS, "cache_pages": pages}
         alone: EngineOptions = {"slots": 1}

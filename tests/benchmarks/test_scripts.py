@@ -18,7 +18,7 @@ from benchmarks.freeze.cells import Run
 from spd.cli.commands.serve import ServeOptions
 from spd.cli.options import GenerateOptions
 from spd.kernels.capabilities import CAPABILITIES
-from spd.runtime import Engine, Request
+from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.round.limits import PAGE_SIZE
 from tests.server.conftest import serving
 
@@ -101,6 +101,15 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     assert equality.main([*CELL, "--out", str(out)]) == 0
     assert equality.main([*CELL, "--tokens", "9", "--out", str(out)]) == 6, "other cells"
     assert equality.main([*CELL, "--minutes", "0"]) == 7
+
+
+def test_the_cache_is_too_small_for_all_requests() -> None:
+    params = SamplingParams(max_tokens=24)
+    lengths = [41, 41, 41, 105, 297]
+    # With the tokens to come each needs one position more than 1, 1, 1, 2 and 5 pages have.
+    requests = [Request(str(n), tuple(range(n)), params) for n in lengths]
+    assert equality.few_pages(requests) == 16 * (2 + 2 + 2 + 3 + 6) // 10
+    assert equality.few_pages(requests[-1:]) == 16 * 6 // 2
 
 
 def test_files_of_many_types_have_their_k_in_turn() -> None:
