@@ -186,7 +186,10 @@ def run_cell(
 def cells(
     arguments: argparse.Namespace, folders: Sequence[Path]
 ) -> Iterator[tuple[str, EngineOptions]]:
-    """Yield every cell's name and engine options; with several models the name ends with the model's."""
+    """Yield every cell's name and engine options.
+
+    With several models the name ends with the model's.
+    """
     for number, folder in enumerate(folders):
         ending = f"/{folder.stem}" if len(folders) > 1 else ""
         for dtype in arguments.dtype.split(","):

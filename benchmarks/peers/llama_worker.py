@@ -40,7 +40,12 @@ WITHHELD = 8
 
 
 def converted(build: Path, model: Path, dtype: str) -> Path:
-    """Return the checkpoint in llama.cpp's format, made if missing or older than the weights."""
+    """Return the checkpoint in llama.cpp's format, made if missing or older than the weights.
+
+    A GGUF file is returned as it is.
+    """
+    if model.suffix == ".gguf":
+        return model
     out = build / "converted" / f"{model.parent.name}-{model.name}-{DTYPES[dtype]}.gguf"
     newest = max(path.stat().st_mtime for path in model.glob("*.safetensors"))
     if not out.exists() or out.stat().st_mtime < newest:
@@ -71,6 +76,7 @@ def server_command(options: WorkerOptions, port: int) -> list[str]:
     command += ["-m", str(converted(options.build, options.model, dtype))]
     command += ["--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads]
     command += ["-np", str(options.slots), "-c", str(options.ctx * options.slots), "--no-warmup"]
+    command += ["--cache-ram", "0"]  # no copies of finished requests, which would count as memory
     if options.ngram:
         command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_MIN)]
         command += ["--spec-ngram-simple-size-m", k]
@@ -116,7 +122,7 @@ class LlamaEngine:
                     return
             except OSError:
                 pass
-            time.sleep(0.2)
+            time.sleep(0.02)
         raise RuntimeError(f"llama-server was not ready in {LOAD_SECONDS:.0f} s")
 
     def versions(self) -> Mapping[str, str]:

@@ -71,6 +71,17 @@ def read_answer(
     )
 
 
+def peak_memory(group: int) -> int:
+    """Return the bytes that were resident at most in the largest process of a process group."""
+    peaks = [0]
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # of a process that ended meanwhile
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            if os.getpgid(int(fields["Pid"])) == group:
+                peaks.append(1024 * int(fields["VmHWM"].split()[0]))
+    return max(peaks)
+
+
 class Worker:
     """A running worker process; stderr goes to `log`."""
 

@@ -35,7 +35,7 @@ class FakeEngine:
         while len(clock.token_ids) < tokens - (MODE == "short" and tokens > 16):
             time.sleep(0.005)
             at = len(clock.token_ids)
-            wrong = 1 if MODE == "differs" and at > 10 else 0
+            wrong = 1 if (MODE == "differs" and at > 10) or MODE == "lies" else 0
             clock.add([start + at + i + wrong for i in range(min(2, tokens - at))])
         counted = {"drafts": 100, "draft_tokens": 200, "accepted": 75, "per_position": [50, 25]}
         if MODE == "lucky":
