@@ -32,6 +32,12 @@ def llama_cpp() -> Path | None:
     return Path(folder) if folder and Path(folder, SCRIPT).is_file() else None
 
 
+def quantize_tool(source: Path) -> Path | None:
+    """Return llama.cpp's `llama-quantize` where it was built in its source, else None."""
+    tool = source / "build" / "bin" / "llama-quantize"
+    return tool if os.access(tool, os.X_OK) else None
+
+
 def _variant(folder: Path, name: str, config: Mapping[str, Any]) -> Path:
     options = dict(VARIANTS[name])
     if "extra" in options:
@@ -164,6 +170,19 @@ def convert(source: Path, folder: Path, out: Path, kind: str = "f32", *options: 
     """Run the converter in a separate process. Raises CalledProcessError with its output."""
     command = [sys.executable, "-W", "ignore", __file__, str(source), str(folder), str(out), kind]
     subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    return out
+
+
+def quantize(tool: Path, file: Path, out: Path, mixture: str, kind: str | None = None) -> Path:
+    """Run llama-quantize: a mixture of types, such as Q4_K_M, or one type for every matrix.
+
+    Raises CalledProcessError with its output.
+    """
+    options = []
+    if kind is not None:
+        options = ["--tensor-type", f".*={kind.lower()}", "--token-embedding-type", kind.lower()]
+        options += ["--output-tensor-type", kind.lower()]
+    subprocess.run([tool, *options, file, out, mixture], check=True, capture_output=True)
     return out
 
 
