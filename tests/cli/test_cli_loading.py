@@ -128,8 +128,9 @@ def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
     with redirect_stderr(terminal):
         assert ask().code == 0 and "reading weights 25%" in terminal.getvalue()
     with redirect_stderr(terminal), loading("loading some/model", Console()):
-        build.logger.getChild("compiling").info("compiling C kernels")
-    assert "\rcompiling C kernels …" in terminal.getvalue()
+        fields = {"done": 3, "total": 8}
+        build.logger.getChild("compiling").info("compiling C kernels", extra=fields)
+    assert "\rcompiling C kernels [###.....] …" in terminal.getvalue()
 
 
 def test_a_load_of_seconds_names_what_spares_it(ask, script, monkeypatch) -> None:

@@ -131,6 +131,8 @@ def test_seeded_numbers_are_the_same_without_torchs_compilers() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     expected = torch.rand(3, generator=torch.Generator().manual_seed(0))
     assert done.stdout == f"{expected.tolist()}\n", done.stderr
+    users = [p.name for p in (ROOT / "spd").rglob("*.py") if "torch.Generator(" in p.read_text()]
+    assert users == ["seeded.py"], "others must not make one without what is deferred"
 
 
 @pytest.mark.parametrize("raw", [False, True])

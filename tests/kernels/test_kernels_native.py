@@ -168,6 +168,30 @@ def test_the_compiler_of_a_package_is_the_last_choice(
         library_path(lambda: tmp_path / "cache")
 
 
+def test_files_are_compiled_together_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits until all have begun. After a fault no compiler goes on."""
+    gcc = tmp_path / "gcc"
+    words = "[ $# = 5 ] || { echo made > native.so; exit; }; touch $5.begun; echo $$ >> pids; "
+    wait = f"while [ $(ls *.begun | wc -l) -lt {len(build.SOURCES)} ]; do sleep 0.01; done; "
+    fail = f"case $3 in */{build.SOURCES[0]}) echo error: no; exit 1;; esac >&2; exec sleep 60"
+    reports: list[int] = []
+    monkeypatch.setattr(build, "_report", reports.append)
+    monkeypatch.setattr(build, "LIBRARIES", ())
+    gcc.write_text(f"#!/bin/sh\n{words}{wait}\n")
+    gcc.chmod(0o755)
+    assert build._compile((str(gcc),), ["-O1"]) == b"made\n"
+    assert reports == [*range(1, len(build.SOURCES) + 1)]
+    gcc.write_text(f"#!/bin/sh\n{words}{wait}cp pids {tmp_path}/pids\n{fail}\n")
+    with pytest.raises(NativeUnavailable, match="gcc does not compile them: error: no"):
+        build._compile((str(gcc),), ["-O1"])
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == len(build.SOURCES) and not any(
+        Path(f"/proc/{pid}").exists() for pid in pids
+    )
+
+
 compiled_once = cache(build._compile)
 
 

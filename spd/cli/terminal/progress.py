@@ -87,14 +87,15 @@ class Ticker(AbstractContextManager["Ticker"]):
 
 @contextmanager
 def compiling(report: Callable[[str], None]) -> Iterator[None]:
-    """Call `report` with a message when kernels are compiled inside, at a first run."""
+    """Call `report` with a message and a bar while kernels are compiled inside, at a first run."""
     import logging
 
     class ReportHandler(logging.Handler):
         """Passes messages on to `report`."""
 
         def emit(self, record: logging.LogRecord) -> None:
-            report(record.getMessage())
+            done, total = (vars(record)[name] for name in ("done", "total"))
+            report(f"{record.getMessage()} [{'#' * done:.<{total}}]")
 
     logger = logging.getLogger("spd.kernels.native.build.compiling")
     handler = ReportHandler()

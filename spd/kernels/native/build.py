@@ -12,7 +12,8 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -21,15 +22,16 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCES = (
-    "linear.c",
-    "attention.c",
-    "experts.c",
-    "sample.c",
-    "round.c",
-    "recurrent.c",
     "pool.c",
     "init.c",
+    "round.c",
+    "recurrent.c",
+    "sample.c",
+    "attention.c",
+    "experts.c",
+    "linear.c",
 )
+"""Files that are compiled at the same time, those that take longest last."""
 COMPILERS = ("gcc", "cc")
 """Commands of C compilers, the first of which is used; without any, zig of the package ziglang."""
 LARGEST_HEAD = 576
@@ -157,7 +159,7 @@ def library_path(
         try:
             return _in_memory(_read(folder() / name))
         except FileNotFoundError:
-            logger.getChild("compiling").info("compiling C kernels, at the first run")
+            _report(0)
         except (
             OSError,
             RuntimeError,
@@ -247,24 +249,61 @@ def _key(compiler: Sequence[str], flags: Sequence[str]) -> str:
 
 def _compile(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
     """Compile the library in a new folder, where relative paths in the environment resolve to
-    nothing."""
+    nothing. Raises OSError, TimeoutExpired and NativeUnavailable."""
     from tempfile import TemporaryDirectory
 
-    sources = [str(Path(__file__).with_name(name)) for name in SOURCES]
     with TemporaryDirectory(prefix="spd-kernels-") as folder:
-        output = Path(folder, "native.so")
         directories = (
             f"{name}={folder}" for name in ("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR")
         )
-        command = ["env", *directories, *compiler, *flags, *sources, "-o", str(output), *LIBRARIES]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_TIMEOUT
-        )
-        if done.returncode:
-            error_line = next(
-                (line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200]
+        begin = ["env", *directories, *compiler, *flags]
+        sources = [Path(__file__).with_name(name) for name in SOURCES]
+        objects = [f"{source.stem}.o" for source in sources]
+        files = zip(sources, objects, strict=True)
+        compilations = [[*begin, "-c", str(file), "-o", output] for file, output in files]
+        for done in _run_compilers(compiler[0], compilations, folder):
+            _report(done)
+        linking = [*begin, *objects, "-o", "native.so", *LIBRARIES]
+        deque(_run_compilers(compiler[0], [linking], folder))
+        return Path(folder, "native.so").read_bytes()
+
+
+def _run_compilers(
+    name: str, commands: Sequence[Sequence[str]], folder: str
+) -> Generator[int, None, None]:
+    """Run commands of a compiler in a folder at the same time; yield how many have ended.
+
+    Raises OSError, TimeoutExpired, and NativeUnavailable with the first error of the compiler.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    cwd=folder,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
             )
-            reason = f"{compiler[0]} does not compile them: {error_line.strip()}"
-            _warn_once(f"no C kernels, so this is slower: {reason}")
-            raise NativeUnavailable(reason)
-        return output.read_bytes()
+        for number, process in enumerate(processes, 1):
+            _, output = process.communicate(timeout=COMPILE_TIMEOUT)
+            if process.returncode:
+                lines = output.splitlines()
+                error = next((line for line in lines if "error" in line), output[:200]).strip()
+                reason = f"{name} does not compile them: {error}"
+                _warn_once(f"no C kernels, so this is slower: {reason}")
+                raise NativeUnavailable(reason)
+            yield number
+    finally:
+        for process in processes:
+            process.terminate()
+            with process:  # closes its pipe and waits
+                pass
+
+
+def _report(done: int) -> None:
+    """Log how many files are compiled."""
+    fields = {"done": done, "total": len(SOURCES)}
+    logger.getChild("compiling").info("compiling C kernels, at the first run", extra=fields)
