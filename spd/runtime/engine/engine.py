@@ -126,10 +126,7 @@ class Engine(EngineClient):
         self._ready = [event for event in self._ready if event.request_id != request.id]
 
     def check(self, request: Request) -> None:
-        """Raise what `add` would raise, from any thread.
-
-        A grammar is then compiled here, and not between rounds.
-        """
+        """Raise what `add` would, from any thread; a grammar is compiled here, not between rounds."""
         self._validator.new_sequence(request)
 
     @property

@@ -83,10 +83,7 @@ class ModelRunner:
             self._probe_row_counts(alone)
 
     def _probe_row_counts(self, alone: bool) -> None:
-        """Set `buckets` by running a fixed text through the first layers.
-
-        See `arithmetic_probe`.
-        """
+        """Set `buckets` by running a fixed text through the first layers: see `arithmetic_probe`."""
         model = self.model
         self.buckets = (WIDEST,)
         end = min(KV_BLOCK, model.max_positions)
