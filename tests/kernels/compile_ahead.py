@@ -86,6 +86,27 @@ def usage(cubin: bytes) -> dict[str, int]:
     return {"registers": counts["REG"], "local": counts["STACK"] + counts["LOCAL"]}
 
 
+ACCESS = r"\b((?:ld\.global|st\.global|atom|red|cp\.async)\S*)"
+WAIT = "griddepcontrol.wait"
+
+
+def access_order(ptx: str) -> dict[str, Any]:
+    """Return whether a program waits for the one before it, and the order of its accesses.
+
+    `early`: kinds of accesses to memory before the wait. `hand_over`: stores, barriers, atomics and
+    loads past the first-level cache, in order, where the program has an atomic with acquire and
+    release.
+    """
+    body = ptx[ptx.find("{") :]
+    before, wait, _ = body.partition(WAIT)
+    steps = re.findall(r"\b(st\.global|bar\.sync|atom\.\S+|ld\.global\.cg)", body)
+    return {
+        "waits": bool(wait),
+        "early": sorted(set(re.findall(ACCESS, before))) if wait else [],
+        "hand_over": " ".join(steps) if any("acq_rel" in step for step in steps) else "",
+    }
+
+
 def main() -> None:
     """Compile all that the modules launch."""
     triton.knobs.language.default_fp_fusion = True  # as `load_kernels` has it
@@ -110,12 +131,12 @@ def main() -> None:
                 # How many instructions fetch ahead, and where the first one stands: before the
                 # wait, or not.
                 "prefetches": ptx.count("prefetch.global.L2"),
-                "prefetched_first": 0
-                <= ptx.find("prefetch.global.L2")
-                < ptx.find("griddepcontrol.wait"),
+                "prefetched_first": 0 <= ptx.find("prefetch.global.L2") < ptx.find(WAIT),
                 "released_first": 0
                 <= ptx.find("griddepcontrol.launch_dependents")
-                < ptx.find("griddepcontrol.wait"),
+                < ptx.find(WAIT),
+                "launched_early": bool(getattr(program.metadata, "launch_pdl", False)),
+                **access_order(ptx),
                 "wide_loads": "ld.global.v4" in ptx or ".L1::no_allocate.v4" in ptx,
             }
             print(json.dumps(line), flush=True)

@@ -19,11 +19,17 @@ pytest.importorskip("triton")
 import triton
 
 from spd.kernels.dispatch import load_kernels
-from tests.kernels.compile_ahead import DEVICES
+from tests.kernels.compile_ahead import DEVICES, access_order
 
 ROOT = Path(__file__).resolve().parents[2]
 COLD = ("prefill_attention_kernel",)
 """Kernels of no round: a spill is not paid for every token."""
+BIAS_FIRST = "gate_up_kernel"
+"""A kernel that loads its bias before the wait: nothing on the device writes a bias."""
+HAND_OVER = (
+    r"st\.global( bar\.sync)+ atom\.global\.gpu\.acq_rel\.add\.u32( bar\.sync)+( st\.global)* "
+    r"ld\.global\.cg"
+)
 SOURCES = {
     path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kernels").rglob("*_triton.py")
 }
@@ -79,6 +85,12 @@ def check(programs: list[dict[str, Any]], arch: int) -> None:
     for kernel in programs:
         assert kernel["target"][0].startswith(f"sm_{arch}"), kernel
         assert kernel["shared"] <= DEVICES[arch].shared, kernel
+        # A program that is launched before the one before it has ended waits for it, and neither
+        # reads nor writes memory before that.
+        assert kernel["waits"] == kernel["launched_early"], kernel
+        assert not kernel["early"] or kernel["kernel"] == BIAS_FIRST, kernel
+        # The sums of other parts are stored before a part counts itself, and read after that.
+        assert not kernel["hand_over"] or re.search(HAND_OVER, kernel["hand_over"]), kernel
         if kernel["kernel"] not in COLD:
             assert kernel["local"] <= KNOWN_SPILLS.get(arch, {}).get(kernel["name"], 0), kernel
         if re.search(
@@ -113,8 +125,19 @@ def test_kernels_compile_for_hopper(request: pytest.FixtureRequest) -> None:
     assert products and all("rows" in kernel["any_rows"] for kernel in products)
     assert all(kernel["prefetched_first"] for kernel in products), "weights come before the wait"
     assert not any(kernel["released_first"] for kernel in products)
+    assert any(kernel["hand_over"] for kernel in products), "some weight's K is split"
     chunks = {k["name"]: k["prefetches"] for k in programs if k["kernel"] == "attend_chunk_kernel"}
     assert chunks == {"attend_chunk_bf16": 4}, "two lines of keys and of values"
+
+
+def test_accesses_before_the_wait_and_a_hand_over_without_barriers_are_found() -> None:
+    body = "{ ld.global.b32 %r1; griddepcontrol.wait; st.global.b32 %r2; %s }"
+    counted = "bar.sync 0; atom.global.gpu.acq_rel.add.u32 %r3; bar.sync 0; ld.global.cg.b32 %r4;"
+    order = access_order(body.replace("%s", counted))
+    assert order["waits"] and order["early"] == ["ld.global.b32"]
+    assert re.search(HAND_OVER, order["hand_over"])
+    unordered = access_order(body.replace("%s", counted.replace("bar.sync 0;", "")))
+    assert unordered["hand_over"] and not re.search(HAND_OVER, unordered["hand_over"])
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
