@@ -14,7 +14,7 @@ from spd.formats import model_config
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.gguf.file_kind import is_gguf
 from spd.formats.gguf.model import GgufModel
-from spd.formats.hub import resolve_model
+from spd.formats.hub import MODEL_FIX, resolve_model
 from spd.formats.json_file import Fields, list_folder
 from spd.formats.model_config import GenerationConfig, ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
@@ -63,9 +63,7 @@ class ModelFolder(os.PathLike[str]):
             return self.gguf.fields
         if CONFIG_FILE not in list_folder(self.path):
             message = f"{self.path}: is no model folder: there is no {CONFIG_FILE}"
-            raise NotFoundError(
-                message, fix=["-m the folder that holds config.json and safetensors"]
-            )
+            raise NotFoundError(message, fix=[MODEL_FIX])
         return Fields.read(self.path / CONFIG_FILE)
 
     @cached_property

@@ -52,6 +52,7 @@ _OLLAMA_FOLDERS = (
 """Ollama's folders of models: started by a person, or as a service of several systems."""
 _LM_STUDIO_POINTER = "~/.lmstudio-home-pointer"
 """The file with the path of LM Studio's folder, if it was moved."""
+MODEL_FIX = "-m a folder with config.json and safetensors, or a GGUF file"
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _ADDRESS = re.compile(
     r"(?:https?://[^/]+|(?:huggingface|hf)\.co|hf:/)/([^/?#]+/[^/?#:]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
@@ -129,7 +130,7 @@ def _model_at(path: Path) -> Path:
     if is_gguf(path):
         return path
     if not os.path.lexists(path) and path.suffix.lower() != ".gguf":
-        raise NotFoundError(f"{path}: there is no such folder")
+        raise NotFoundError(f"{path}: there is no such folder or file")
     if not (path / CONFIG_FILE).exists() and (wrong := not_a_model_error(path)):
         raise wrong
     return path
@@ -207,8 +208,9 @@ def not_a_model_error(path: Path) -> SpdError | None:
     if path.suffix.lower() == ".gguf" and not os.path.lexists(path):
         return NotFoundError(f"{path}: there is no such file")
     if not path.is_dir():
-        message = f"{path}: is a file; a model is the folder that holds config.json and safetensors"
-        return CheckpointError(message, fix=[f"-m {path.parent}"])
+        message = f"{path}: is a file, and not a GGUF file, so it is no model"
+        in_model = CONFIG_FILE in list_folder(path.parent)
+        return CheckpointError(message, fix=[f"-m {path.parent}" if in_model else MODEL_FIX])
     if ADAPTER in names:
         base = Fields.read(path / ADAPTER).get("base_model_name_or_path")
         message = f"{name_or_path}: is a LoRA adapter of {display_text(base)}, "

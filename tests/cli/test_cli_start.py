@@ -219,7 +219,7 @@ HELP = "spd generate --help"
 ERRORS = [
     (errors.UsageError("x"), HELP),
     (errors.NotFoundError("x"), "check the name"),
-    (errors.CheckpointError("x"), "another model folder"),
+    (errors.CheckpointError("x"), "give another model"),
     (errors.IncompatibleError("x"), HELP),
     (errors.ResourceError("x"), "ask for less"),
     (errors.EngineError("x"), "-vv"),

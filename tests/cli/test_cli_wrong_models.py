@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spd.formats.demo import demo_eagle3_folder
+from spd.formats.hub import MODEL_FIX
 from spd.formats.mtp import make_head_config
 from tests.cli.conftest import write_model
 from tests.recipes.mtp_folders import Entry, write_hollow
@@ -124,6 +125,11 @@ WRONG_MODELS = [
     WrongModel(
         "lfs/model.safetensors", 4, expected="lfs/model.safetensors: is a file", fix="-m lfs\n"
     ),
+    WrongModel(
+        "text/notes", 4, expected="text/notes: is a file, and not a GGUF file", fix=MODEL_FIX
+    ),
+    WrongModel("text", 3, expected="text: is no model folder: there is no", fix=MODEL_FIX),
+    WrongModel("./gone", 3, expected="gone: there is no such folder or file", fix=""),
 ]
 
 
@@ -154,6 +160,7 @@ def wrong_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         **{f"{folder}/adapter_model.safetensors": "" for folder in ("lora", adapter)},
         "lfs/model.safetensors": POINTER,
         "pickle/pytorch_model.bin": "",
+        "text/notes": "no model",
         f"{parts}/model.safetensors.index.json": '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

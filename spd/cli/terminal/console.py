@@ -21,7 +21,7 @@ REPORT = "run it again with -vv, and report what it prints"
 DEFAULT_FIXES = {
     "internal": REPORT,
     "engine": REPORT,
-    "checkpoint": "give another model folder, or download this one again",
+    "checkpoint": "give another model, or download this one again",
     "not_found": "check the name or the path",
     "resources": "ask for less (--ctx, --draft-max), or free memory",
 }
