@@ -1,5 +1,6 @@
 """Helpers that several tests share: tiny checkpoints, engines of them, and whole generations."""
 
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import ModelConfig
+from spd.formats.tokenizer import Tokenizer
 from spd.kernels.interface import Kernels
 from spd.runtime import Engine, EngineConfig, Request, RequestMetrics, RoundRecord, SamplingParams
 from spd.runtime.round.local_queue import LocalRoundQueue
@@ -42,6 +44,14 @@ INTERPRETER_MARKS = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter, for log(0)
 ]
 """Marks of tests that run Triton kernels in its interpreter."""
+
+
+@functools.cache
+def demo_tokenizer() -> Tokenizer:
+    """Return the demo's tokenizer, which takes a tenth of a second to read."""
+    tokenizer = ModelFolder.resolve("demo").tokenizer
+    assert tokenizer is not None
+    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from spd.runtime.engine.json_schema import JsonObject, _SchemaCloser, close_obje
 from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.engine.schema_text import MAX_OPTIONAL
 from spd.runtime.round.limits import mask_width
+from tests.helpers import demo_tokenizer
 
 END = 258
 INTEGER = {"type": "integer"}
@@ -27,15 +28,12 @@ NEVER = {"type": "string", "pattern": r"[^\s\S]"}
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    demo = ModelFolder.resolve("demo")
-    return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
+    return GrammarCompiler(demo_tokenizer(), ModelFolder.resolve("demo").config.vocab_size)
 
 
 def encoded(text: str) -> list[int]:
     """Return the demo's token ids of a text."""
-    tokenizer = ModelFolder.resolve("demo").tokenizer
-    assert tokenizer is not None
-    return tokenizer.encode(text)
+    return demo_tokenizer().encode(text)
 
 
 def compiled(schema: Any, kind: str = "schema") -> Grammar:

@@ -26,6 +26,7 @@ from spd.runtime.engine.json_schema import JsonObject
 from spd.runtime.engine.request import GrammarSpec
 from tests.cli.conftest import SPECIALS, write_tokenizer
 from tests.every_template import split_reply
+from tests.helpers import demo_tokenizer
 from tests.server.call_cases import (
     ARGS,
     CASES,
@@ -144,8 +145,7 @@ def test_a_template_says_which_form_and_a_call_keeps_its_id() -> None:
 
 @functools.cache
 def demo_compiler() -> GrammarCompiler:
-    demo = ModelFolder.resolve("demo")
-    return GrammarCompiler(demo.tokenizer, demo.config.vocab_size)
+    return GrammarCompiler(demo_tokenizer(), ModelFolder.resolve("demo").config.vocab_size)
 
 
 def is_accepted(grammar: GrammarSpec | None, text: str) -> bool:
@@ -153,7 +153,7 @@ def is_accepted(grammar: GrammarSpec | None, text: str) -> bool:
     texts.
     """
     assert grammar is not None
-    return is_allowed(demo_compiler(), grammar, ModelFolder.resolve("demo").tokenizer.encode(text))
+    return is_allowed(demo_compiler(), grammar, demo_tokenizer().encode(text))
 
 
 def with_wrong_type(text: str) -> str:
