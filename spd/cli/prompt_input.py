@@ -28,16 +28,21 @@ CUT_SHARE = 0.75
 
 The remaining prompt and the reply get the rest.
 """
+LEAST_TOKEN_BYTES = 2
+"""The bytes of a token of text in most vocabularies, at least."""
 
 
-def read_prompt(options: GenerateOptions) -> Prompt:
-    """Return the prompt that the options name. Raises UsageError and NotFoundError."""
+def read_prompt(options: GenerateOptions, context: int) -> Prompt:
+    """Return the prompt that the options name. Raises UsageError and NotFoundError.
+
+    context: tokens, by which the fix for too large a file says what to cut.
+    """
     if options.prompt_ids is not None:
         return Prompt(ids=_parse_ids(options.prompt_ids))
     shared = read_shared_prompt(options)
     if options.messages is not None:
         return shared
-    text = _read_prompt_text(options)
+    text = _read_prompt_text(options, context)
     if options.raw:
         return Prompt(text=text)
     return replace(shared, messages=(*shared.messages, {"role": "user", "content": text}))
@@ -53,17 +58,17 @@ def read_shared_prompt(options: GenerateOptions) -> Prompt:
     return Prompt(messages=messages, variables=variables)
 
 
-def _read_prompt_text(options: GenerateOptions) -> str:
+def _read_prompt_text(options: GenerateOptions, context: int) -> str:
     """Return stdin, files and the argument, joined by blank lines.
 
     The final newline of each is dropped, but for the text that --raw continues. Raises UsageError.
     """
     files = options.file or []
     stdin = sys.stdin
-    parts = [read_text(name) for name in files]
+    parts = [_read_part(name, context) for name in files]
     is_piped = stdin is not None and not stdin.closed and not is_terminal(stdin)
     if is_piped and "-" not in files and options.system != "@-":
-        piped_text = read_text("-")
+        piped_text = _read_part("-", context)
         if piped_text:
             parts.insert(0, piped_text)
     if options.prompt is not None:
@@ -76,6 +81,16 @@ def _read_prompt_text(options: GenerateOptions) -> str:
     files_end = len(parts) - (options.prompt is not None or options.raw)
     cut = [part.removesuffix("\n").removesuffix("\r") for part in parts[:files_end]]
     return "\n\n".join([*cut, *parts[files_end:]])
+
+
+def _read_part(name: str, context: int) -> str:
+    """Return the text of a file or stdin. The fix for one that is too large passes on its end."""
+    try:
+        return read_text(name)
+    except UsageError as error:
+        if error.code == "too_large":
+            error.fix = (_cut_command(name, round(CUT_SHARE * context * LEAST_TOKEN_BYTES)),)
+        raise
 
 
 @contextmanager
@@ -113,9 +128,14 @@ def _cut_commands(
     size = int(
         CUT_SHARE * context * len(passed_text.encode()) / max(1, len(tokenizer.encode(passed_text)))
     )
+    return [_cut_command(files[0] if files else "-", size)]
+
+
+def _cut_command(name: str, size: int) -> str:
+    """Return the command that passes the last bytes of a file or stdin, about `size`, to spd."""
     size -= size % 10 ** max(0, len(str(size)) - 2)
-    command = f"tail -c {size} {shlex.quote(files[0])}" if files else f"… | tail -c {size}"
-    return [f"{command} | spd generate …"]
+    command = f"… | tail -c {size}" if name == "-" else f"tail -c {size} {shlex.quote(name)}"
+    return f"{command} | spd generate …"
 
 
 def read_text(name: str) -> str:

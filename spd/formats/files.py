@@ -41,9 +41,8 @@ def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {display_name}: {reason}", fix=[fix]) from None
     if len(data) > limit:
-        raise UsageError(
-            f"{display_name} is larger than {limit >> 20} MiB", fix=["cut it to what is needed"]
-        )
+        message = f"{display_name} is larger than {limit >> 20} MiB"
+        raise UsageError(message, fix=["cut it to what is needed"], code="too_large")
     return data
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +146,27 @@ def test_what_is_wrong_with_a_line_is_said_in_its_place(answers: Lines) -> None:
         assert expected in replies[2 * i]["error"]["message"], replies[2 * i]
         assert replies[2 * i]["line"] == 2 * i + 1 and replies[2 * i]["error"]["code"]
         assert replies[2 * i + 1]["usage"]["completion_tokens"] == 2
+
+
+def test_plain_lines_are_refused_with_a_command_that_makes_them_json(
+    spd_run, answers, model, tmp_path
+) -> None:
+    plain = tmp_path / "the questions"
+    plain.write_text('Who?\n\n"Why", she said\n')
+    argv = ["generate", "--jsonl", "-m", model, "-n", 2]
+    convert = "jq -cR 'select(length > 0) | {prompt: .}'"
+    ran = spd_run(argv, "-f", plain)
+    assert_refused(ran, 2, "no line of", f"fix: {convert} '{plain}' | spd generate --jsonl\n")
+    ran = spd_run(argv, stdin=plain.read_bytes())
+    assert_refused(ran, 2, "no line of stdin", f"fix: … | {convert} | spd generate --jsonl\n")
+    if shutil.which("jq"):
+        made = subprocess.run(["sh", "-c", f"{convert} '{plain}'"], capture_output=True, check=True)
+        assert [json.loads(line) for line in made.stdout.splitlines()] == [
+            {"prompt": "Who?"},
+            {"prompt": '"Why", she said'},
+        ]
+    one_object, replies = answers(['\ufeff {"prompt": "Hi"}', "plain"], "-n", 2)
+    assert one_object.code == 7 and "not JSON" in replies[1]["error"]["message"]
 
 
 def test_shared_messages_precede_the_prompt_of_each_line(answers, tmp_path) -> None:

@@ -56,7 +56,7 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
     from spd.conversation.settings import REQUEST_ID
 
     settings = plan_settings(options)
-    prompt = read_prompt(options)
+    prompt = read_prompt(options, settings.context)
     with suggest_cut(options, prompt, settings.context, lambda: settings.vocabulary.tokenizer):
         request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
     if options.dry_run:
@@ -99,7 +99,7 @@ def _generate_served(
     from spd.cli.run_settings import requested_sampling
 
     sampling = requested_sampling(options)
-    prompt = read_prompt(options)
+    prompt = read_prompt(options, engine.info.ctx)
     with suggest_cut(options, prompt, engine.info.ctx, lambda: engine.tokenizer):
         served = engine.prepare(prompt, sampling, read_grammar(options), options.think)
     print_notes(session.console, served.notes, engine, served.parameters)

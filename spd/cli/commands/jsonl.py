@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 SCHEMA = "spd.generate.line/1"
 ANSWER_PREFIXES = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
 """The beginnings of an answer and of an error."""
+BLANKS = "\ufeff \t\r".encode()
+"""What may stand before the object of a line."""
 GRAMMAR_KINDS: dict[str, Literal["schema", "regex", "lark"]]
 GRAMMAR_KINDS = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """Parameters of a line that constrain the reply, and the engine's kind of grammar."""
@@ -149,12 +152,18 @@ def read_lines(name: str) -> list[Line]:
     Raises UsageError, NotFoundError.
     """
     data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
-    lines = [_parse_line(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
+    lines = [(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
+    source = "stdin" if name == "-" else name
     if not lines:
-        reason = f"{'stdin' if name == '-' else name} is empty."
         fix = """echo '{"prompt": "Hello"}' | spd generate --jsonl"""
+        reason = f"{source} is empty."
         raise UsageError("no lines to answer", reason=[reason], fix=[fix], code="no_prompt")
-    return lines
+    if not any(raw.lstrip(BLANKS).startswith(b"{") for _, raw in lines):
+        convert = "jq -cR 'select(length > 0) | {prompt: .}'"
+        command = f"… | {convert}" if name == "-" else f"{convert} {shlex.quote(name)}"
+        message = f"--jsonl reads JSON objects, and no line of {source} begins one"
+        raise UsageError(message, fix=[f"{command} | spd generate --jsonl"])
+    return [_parse_line(n, raw) for n, raw in lines]
 
 
 def _parse_line(number: int, raw: bytes) -> Line:
