@@ -71,10 +71,13 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   the target's vocabulary or a part of it. Tensors are safetensors here, too: the first published heads
   are pickles, which spd does not open; the refusal names the command that converts one. A head drafts up
   to the end of the context, even beyond its training length.
-- **Block drafters**: DFlash, folders given as `--draft-model` that say {blocks}: layers of
-  Qwen3's kind that read the target's layers which the file names (`target_layer_ids`; a file without them
-  is refused), with the target's embedding and output head. One pass drafts a block of tokens, as many as
-  the file says. Drafters of the classes DFlash 2, DSpark, P-EAGLE and XPress are refused.
+- **Block drafters**: DFlash, DFlash 2 and DSpark, folders given as `--draft-model` that say {blocks} or a
+  type of `speculators`, {block_types}: layers of Qwen3's kind that read the target's layers which the
+  file names (a file that names none is refused), with the target's embedding and output head, or a head over
+  a part of its ids. One pass drafts a block of tokens, as many as the file says; DFlash 2
+  and DSpark then choose each by the token before it too. DSpark's confidence head is not run: the number of
+  drafts follows what is accepted. Refused are the types P-EAGLE and XPress, and DSpark in other
+  configurations than those of `speculators`.
 - **Assistants of Gemma 4** ({assistants}): folders given as `--draft-model`, or
   found by the target's name with `-assistant` behind it, beside the target or in the cache. They read the
   target's own keys and values and take no cache; their sliding layers see as many positions as the target's.
@@ -145,6 +148,7 @@ def make_document() -> str:
         ropes=", ".join(get_args(RopeKind)),
         kinds=" and ".join(f"`{kind}`" for kind in ATTENTION_KINDS),
         blocks=", ".join(f"`{name}`" for name in block.KINDS),
+        block_types=" or ".join(f"`{name}`" for name in block.MODEL_TYPES),
         eagle3=", ".join(f"`{name}`" for name in eagle3.ARCHITECTURES),
         assistants=", ".join(f"`{name}`" for name in assistant.ARCHITECTURES),
     )

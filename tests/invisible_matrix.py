@@ -363,7 +363,7 @@ CELLS = [
         slots=(4,),
         cache_pages=(6,),
     ),
-    *table(["mixed"], 1, name=BLOCKS, k=(3,), lag=LAGS, slots=(4,), form=DTYPES),
+    *table(["mixed"], 1, name=("dflash", "dspark"), k=(3,), lag=LAGS, slots=(4,), form=DTYPES),
     *table(
         ["repeating"],
         1,

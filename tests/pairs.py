@@ -54,6 +54,15 @@ EAGLE3_HEADS: dict[str, dict[str, Any]] = {
 }
 BLOCK_DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash": {"taps": (0, 2), "kinds": "fs", "window": 40, "is_causal": False, "block_size": 9},
+    "dspark": {
+        "dialect": "speculators",
+        "markov": "gated",
+        "draft_vocab": 300,
+        "kinds": "sf",
+        "window": 40,
+        "block_size": 8,
+    },
+    "dflash2": {"selector_top_k": 6, "conv_kernel_size": 3, "block_size": 9},
 }
 LOOKUP_LENGTH = 7
 """Most drafts of prompt lookup in a round, where a model's drafts are fewer."""

@@ -29,8 +29,9 @@ from tests.helpers import (
     run_requests,
 )
 from tests.invisible_matrix import FEW_TOKENS_BIAS, PROMPTS, VOCAB
-from tests.pairs import DRAFT_LENGTHS, LOOKUP_LENGTH, Pair, Pairs, damped_gain
+from tests.pairs import BLOCK_DRAFTERS, DRAFT_LENGTHS, LOOKUP_LENGTH, Pair, Pairs, damped_gain
 from tests.prompt_lookup import match_length
+from tests.runtime.block_reference import PlainBlock
 from tests.runtime.eagle3_reference import PlainEagle3
 from tests.runtime.test_runtime_mtp import compare_drafts
 from tests.test_invisible import round_decisions, run_workload
@@ -396,18 +397,20 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("name", ["three", "eagle", "dflash"])
+@pytest.mark.parametrize("name", ["three", "eagle", *BLOCK_DRAFTERS])
 def test_distributions_of_drafts_are_stored(pairs: Pairs, name: str, rule: str) -> None:
     """Each draft has a distribution over the target's ids, with 0 for ids that a head does not have."""
     pair = pairs.get(name)
     num_drafts = 0
     assert pair.reference is not None
     engine = pair.make_engine(3, verify=rule)
-    plain = pair.reference()
+    plain: Any = pair.reference()
     queue = get_local_queue(engine)
     state = queue.state
     distributions = queue.sampler.draft_distributions
-    head_ids = set(plain.draft_ids.tolist() if isinstance(plain, PlainEagle3) else range(320))
+    head_ids = set(
+        plain.draft_ids.tolist() if isinstance(plain, PlainEagle3 | PlainBlock) else range(320)
+    )
     assert distributions is not None
 
     def look(record: RoundRecord) -> None:
@@ -417,13 +420,17 @@ def test_distributions_of_drafts_are_stored(pairs: Pairs, name: str, rule: str) 
         ):
             assert distribution.sum() == pytest.approx(1, abs=1e-5) and distribution[draft] > 0
             possible = set(distribution.nonzero().flatten().tolist())
-            assert possible <= head_ids and len(possible) > len(head_ids) // 2
+            few = plain.block["selector_top_k"] if name == "dflash2" else None
+            assert possible <= head_ids and len(possible) > (few or len(head_ids)) // 2
+            assert few is None or len(possible) <= few
             num_drafts += 1
 
     engine.trace = look
     list(engine.stream([Request("r", PROMPTS[1], replace(greedy(24), temperature=1.0, seed=2))]))
     metrics = engine.metrics("r")
-    assert num_drafts > 20 and 0 < metrics.draft_n_accepted < metrics.draft_n
+    is_random = name in BLOCK_DRAFTERS
+    assert num_drafts > 20 and metrics.draft_n_accepted < metrics.draft_n
+    assert metrics.draft_n_accepted or is_random
 
 
 @pytest.mark.parametrize(

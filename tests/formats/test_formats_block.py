@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.block import BlockConfig
+from spd.formats.block import BlockConfig, ConvolutionConfig, MarkovConfig, SelectorConfig
 from tests.formats.formats_helpers import write_json
 from tests.helpers import read_model_config
 
@@ -41,6 +41,14 @@ PUBLISHED: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """A drafter for a Qwen3-8B."""
+SELECTOR = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_group_size": 16,
+    "conv_kernel_size": 2,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
+"""The keys of a DFlash 2."""
 SLIDING = {
     "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
     "sliding_window": 2048,
@@ -72,6 +80,12 @@ def test_keys_may_stand_outside(tmp_path: Path) -> None:
     assert read_block_config(tmp_path, nested).block_size == 8
 
 
+def test_a_dflash2_is_read(tmp_path: Path) -> None:
+    block = read_block_config(tmp_path, SELECTOR)
+    assert block.name == "DFlash 2" and block.selector == SelectorConfig(256, 16)
+    assert block.convolution == ConvolutionConfig(2, 16)
+
+
 @pytest.mark.parametrize(
     ("is_causal", "full", "sliding"),
     [(None, True, False), (False, True, True), (True, False, False)],
@@ -101,8 +115,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": "no"}, "is_causal: 'no' is not"),
     ({"dflash_config": [1]}, r"dflash_config: \[1\] is not an object"),
     (nested(output_multiplier=0), "output_multiplier: 0 is not a number"),
-    ({"architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel': drafters of this class are"),
-    ({"speculators_model_type": "dspark"}, "'dspark': drafters of this type are not supported"),
+    ({"architectures": ["DFlash2DraftModel"]}, "conv_group_size: is missing"),
+    ({**SELECTOR, "selector_top_k": None}, "selector_top_k: is missing"),
+    ({**SELECTOR, "conv_group_size": 12}, "conv_group_size: 12 does not divide hidden_size 4096"),
+    ({**SELECTOR, "conv_kernel_size": 17}, "conv_kernel_size: 17 is not .* 1 to 16"),
+    ({**SELECTOR, "selector_rank": 0}, "selector_rank: 0 is not"),
     ({"speculators_model_type": "peagle"}, "'peagle': drafters of this type are not supported"),
 ]
 
@@ -114,6 +131,69 @@ def test_wrong_configurations_are_refused(
     with pytest.raises(CheckpointError, match=words) as refusal:
         read_block_config(tmp_path, changes)
     assert "config.json" in str(refusal.value)
+
+
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    "aux_hidden_state_layer_ids": [2, 18, 36],
+    "block_size": 7,
+    "draft_vocab_size": 32000,
+    "mask_token_id": 151669,
+    "transformer_layer_config": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+    },
+    "dtype": "bfloat16",
+}
+"""A DSpark for a Qwen3-8B: what transformers would fill in is left out."""
+
+
+def read_speculator(folder: Path, changes: dict[str, Any]) -> BlockConfig:
+    """Write a configuration of `speculators` and read it."""
+    write_json(folder, "config.json", {**SPECULATORS, **changes})
+    config = read_model_config(folder)
+    assert config.block is not None and (config.head_dim, config.dtype) == (128, "bfloat16")
+    return config.block
+
+
+def test_a_speculator_is_read(tmp_path: Path) -> None:
+    block = read_speculator(tmp_path, {})
+    assert block.aux_layers(36) == (2, 18, 36) and block.draft_vocab_size == 32000
+    assert block.markov == MarkovConfig("vanilla", 256) and block.has_confidence
+    assert block.drafts_from_anchor and block.max_drafts == 7 and not block.sliding_sees_block
+    dflash = read_speculator(tmp_path, {"speculators_model_type": "dflash"})
+    assert dflash.max_drafts == 6 and dflash.markov is None and not dflash.has_confidence
+    dflash2 = {"speculators_model_type": "dflash2", "draft_vocab_size": 151936}
+    choosing = read_speculator(tmp_path, dflash2)
+    assert choosing.sliding_sees_block and choosing.selector == SelectorConfig(256, 16)
+    plain = read_speculator(tmp_path, {"markov_rank": 0, "sample_from_anchor": False})
+    assert plain.markov is None and plain.max_drafts == 6 and not plain.confidence_reads_token
+
+
+WRONG_SPECULATORS: list[tuple[dict[str, Any], str]] = [
+    ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids: is missing: it names"),
+    ({"mask_token_id": None}, "mask_token_id: is null"),
+    ({"markov_head_type": "deep"}, "markov_head_type: 'deep'"),
+    ({"markov_rank": -1}, "markov_rank: -1 is not"),
+    ({"draft_vocab_size": 0}, "draft_vocab_size: 0 is not"),
+    (
+        {"target_hidden_size": 2048},
+        "target_hidden_size: 2048 is not the drafter's hidden_size 4096",
+    ),
+    ({"transformer_layer_config": None}, "transformer_layer_config: is missing"),
+    ({"transformer_layer_config": {"model_type": "gemma3_text"}}, "model_type: 'gemma3_text'"),
+    ({"speculators_model_type": "dflash2"}, "draft_vocab_size: 32000 is not the vocabulary's size"),
+    ({"speculators_model_type": "xpress"}, "'xpress': drafters of this type are not supported"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_SPECULATORS)
+def test_wrong_speculators_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read_speculator(tmp_path, changes)
 
 
 def test_a_target_with_fewer_layers_is_refused(tmp_path: Path) -> None:

@@ -171,7 +171,11 @@ def attention() -> Launches:
     cases: Launches = {}
 
     def attend(
-        dtype: torch.dtype, heads: AttentionHeads, softcap: float | None, sinks: bool = False
+        dtype: torch.dtype,
+        heads: AttentionHeads,
+        softcap: float | None,
+        sinks: bool = False,
+        windows: Windows = windows,
     ) -> None:
         sink = of(F32, heads.num_heads) if sinks else None
         scores = AttentionParams(0.1, heads.sliding[0], softcap, sink)
@@ -230,6 +234,9 @@ def attention() -> Launches:
                 OPS.head_linear, of(dtype, 80, 128, a), of(dtype, 128, a, b)
             )
     oss = AttentionHeads(64, 8, 64, sliding=(128,))
+    blocks = replace(windows, last=positions)
+    drafter = AttentionHeads(32, 8, 128, sliding=(2048,), sees_block=True)
+    cases["sliding_block_bf16"] = partial(attend, BF16, drafter, None, windows=blocks)
     cases["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
     return cases
 

@@ -13,7 +13,7 @@ import torch
 from spd.errors import CheckpointError, SpdError, UsageError
 from tests.helpers import Tiny, make_engine, write_altered_drafter
 from tests.recipes.tiny_block import write_tiny_block_pair
-from tests.runtime.block_reference import PlainBlock, PublishedBlock
+from tests.runtime.block_reference import PlainBlock, PublishedBlock, PublishedSpeculator
 from tests.runtime.test_runtime_mtp import compare_drafts, generate_texts
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -24,6 +24,33 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "causal": {"kinds": "sf", "window": 9, "is_causal": True},
     "biases": {"bias": True, "layers": 3, "block_size": 8},
     "scales": {"embedding_scale": 4.0, "multiplier": 0.5, "softcap": 3.0},
+    "dflash2": {"selector_top_k": 5},
+    "dflash2_sliding": {
+        "selector_top_k": 7,
+        "conv_kernel_size": 3,
+        "conv_group_size": 8,
+        "kinds": "sf",
+        "window": 9,
+        "is_causal": False,
+        "nested": False,
+        "bias": True,
+        "softcap": 3.0,
+    },
+}
+SPECULATORS: dict[str, dict[str, Any]] = {
+    "all_ids": {"kinds": "fs", "window": 7, "taps": (-1, 1)},
+    "few_ids": {"draft_vocab": 96, "kinds": "sf", "window": 7, "sees_block": True},
+    "from_anchor": {"draft_vocab": 96, "from_anchor": True, "block_size": 4},
+    "vanilla": {"markov": "vanilla", "draft_vocab": 96},
+    "gated": {"markov": "gated", "from_anchor": False, "confidence": False},
+    "rnn": {"markov": "rnn", "kinds": "fs", "window": 9},
+    "dflash2": {"selector_top_k": 5, "kinds": "sf", "window": 7},
+    "dflash2_from_anchor": {"selector_top_k": 4, "from_anchor": True, "conv_kernel_size": 4},
+    "rnn_few_ids": {"markov": "rnn", "from_anchor": False, "draft_vocab": 80},
+}
+DRAFTERS |= {
+    f"speculators_{name}": {"dialect": "speculators", **options}
+    for name, options in SPECULATORS.items()
 }
 KERNELS = ("torch", "auto")
 
@@ -33,8 +60,7 @@ KERNELS = ("torch", "auto")
 def test_drafts_are_the_reference_s(tmp_path: Path, name: str, kernels: str) -> None:
     target = tmp_path / "target"
     drafter = write_tiny_block_pair(target, tmp_path / "drafter", **DRAFTERS[name])
-    k = DRAFTERS[name].get("block_size", 5) - 1
-    engine = make_engine(target, spec="block", draft_model=drafter, draft_max=k, kernels=kernels)
+    engine = make_engine(target, spec="block", draft_model=drafter, kernels=kernels)
     runs = generate_texts(engine, 24)
     wrong, num_compared, rejected = compare_drafts(PlainBlock(target, drafter), runs, 6)
     assert wrong == 0, (wrong, num_compared)
@@ -44,18 +70,18 @@ def test_drafts_are_the_reference_s(tmp_path: Path, name: str, kernels: str) -> 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_are_those_of_the_published_code(tmp_path: Path, name: str) -> None:
-    """Step by step at temperature 0, and whole texts of the package's own loop."""
-    pytest.importorskip("dflash")
+    """Step by step at temperature 0, and whole texts where the package has a loop of its own."""
+    is_speculators = "dialect" in DRAFTERS[name]
+    pytest.importorskip("speculators" if is_speculators else "dflash")
     target = tmp_path / "target"
     drafter = write_tiny_block_pair(target, tmp_path / "drafter", **DRAFTERS[name])
-    k = DRAFTERS[name].get("block_size", 5) - 1
-    engine = make_engine(target, spec="block", draft_model=drafter, draft_max=k, kernels="auto")
+    engine = make_engine(target, spec="block", draft_model=drafter, kernels="auto")
     runs = generate_texts(engine, 40)
-    published = PublishedBlock(target, drafter)
+    published = (PublishedSpeculator if is_speculators else PublishedBlock)(target, drafter)
     wrong, num_compared, rejected = compare_drafts(published, runs)
     assert wrong == 0, (wrong, num_compared)
     assert rejected > 20 and num_compared > 40
-    for prompt, run in runs[:2]:
+    for prompt, run in () if is_speculators else runs[:2]:
         assert published.generate(prompt, 40) == run.tokens
 
 
@@ -77,6 +103,61 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     ),
     (lambda t: t.update({"lm_head.weight": torch.ones(8, 64)}), "'lm_head.weight'.*8"),
 ]
+
+
+DFLASH2_CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (
+        lambda t: t.pop("candidate_selector.successor_codebook"),
+        "'candidate_selector.successor_codebook': is missing",
+    ),
+    (
+        lambda t: t.update({"candidate_selector.predecessor_codebook": torch.ones(320, 8)}),
+        "predecessor_codebook'.*8",
+    ),
+    (lambda t: t.pop("layers.1.mlp_conv.base_kernel"), "'layers.1.mlp_conv.base_kernel': is miss"),
+    (
+        lambda t: t.update({"layers.0.attention_conv.base_kernel": torch.ones(2, 3, 64)}),
+        "'layers.0.attention_conv.base_kernel'.*3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), DFLASH2_CHANGES)
+def test_damaged_dflash2s_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    target = tmp_path / "target"
+    drafter = write_tiny_block_pair(target, tmp_path / "drafter", selector_top_k=5)
+    folder = write_altered_drafter(drafter, tmp_path / "altered", change)
+    with pytest.raises(CheckpointError, match=words):
+        make_engine(target, spec="block", draft_model=folder)
+
+
+DSPARK: dict[str, Any] = {"dialect": "speculators", "markov": "gated", "draft_vocab": 96}
+DSPARK_CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda t: t.pop("d2t"), "'d2t': is missing"),
+    (lambda t: t.pop("lm_head.weight"), "'lm_head.weight': is missing"),
+    (lambda t: t["d2t"][3].fill_(-300), "different token ids below 320"),
+    (lambda t: t.update(d2t=t["d2t"].flip(0) + 95 - 2 * torch.arange(96)), "not ascending"),
+    (lambda t: t.pop("markov_head.gate_proj.bias"), "'markov_head.gate_proj.bias': is missing"),
+    (lambda t: t.update({"markov_head.markov_w2.weight": torch.ones(320, 12)}), "markov_w2.*320"),
+    (lambda t: t.update({"confidence_head.proj.weight": torch.ones(1, 64)}), "confidence_head.*64"),
+    (
+        lambda t: t.update({"markov_head.joint_proj.weight": torch.ones(2)}),
+        "joint_proj.weight: this kind of DSpark drafter is not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), DSPARK_CHANGES)
+def test_damaged_dsparks_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    target = tmp_path / "target"
+    drafter = write_tiny_block_pair(target, tmp_path / "drafter", **DSPARK)
+    folder = write_altered_drafter(drafter, tmp_path / "altered", change)
+    with pytest.raises(CheckpointError, match=words):
+        make_engine(target, spec="block", draft_model=folder)
 
 
 @pytest.fixture(scope="module")

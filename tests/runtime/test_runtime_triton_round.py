@@ -294,22 +294,31 @@ def test_an_eagle3_head_drafts_the_same_by_both_forms(
     assert count_accepted(first) < count_drafted(first) and (count_accepted(first) or ids == "few")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": False},
+        {"dialect": "speculators", "markov": "rnn", "markov_rank": 16, "draft_vocab": 48},
+        {"selector_top_k": 4, "selector_rank": 16},
+    ],
+    ids=["dflash", "dspark", "dflash2"],
+)
 def test_a_block_drafter_drafts_the_same_by_both_forms(
-    target: Path, tmp_path: Path, no_host_reads: HostWatch
+    target: Path, tmp_path: Path, no_host_reads: HostWatch, options: dict[str, Any]
 ) -> None:
-    """Its full and sliding layers attend to all rows of the block."""
+    """Its full and sliding layers attend to all rows of the block, or to earlier ones."""
     drafter = write_tiny_block(
         tmp_path / "drafter",
         target,
         taps=(0,),
         kinds="fs",
         window=12,
-        is_causal=False,
         block_size=4,
         mask_token=3,
+        **options,
     )
-    options = {"spec": "block", "draft_model": drafter, "draft_max": 3, "slots": 2}
-    first, _ = run_both(target, PROMPT * 2, greedy_and_drawn(4), **options)
+    engine_options = {"spec": "block", "draft_model": drafter, "draft_max": 3, "slots": 2}
+    first, _ = run_both(target, PROMPT * 2, greedy_and_drawn(4), **engine_options)
     assert count_drafted(first) and no_host_reads.rounds > 1
 
 

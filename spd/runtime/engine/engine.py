@@ -371,8 +371,7 @@ class Engine(EngineClient):
             self._set_batch(decoding)
         k = self._k
         next_k = self.draft_length.choose()
-        # Rows fed at most, and those that drafting writes beyond the committed tokens.
-        rows = k + 1 + self.plan.shape.rows_ahead(next_k)
+        rows = k + 1 + self.plan.shape.rows_ahead(next_k)  # fed at most, and written by drafting
         batch, ends = self._make_room(decoding, rows)
         if not batch:
             return False

@@ -89,6 +89,8 @@ class ForwardBatch:
     """The rows that recurrent layers read; None where a model has no such layers."""
     block_plan: Mapping[HeadShape, AttentionPlan] = field(default_factory=dict)
     """Plans of layers whose rows attend to all rows of their block."""
+    is_block: bool = False
+    """True if the windows are a block drafter's blocks."""
     per_layer: Tensor | None = None
     """[T, layers, P]: embeddings of the rows' tokens in each layer, where layers have their own."""
 

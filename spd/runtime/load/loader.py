@@ -46,11 +46,10 @@ from spd.runtime.models.builder import (
 from spd.runtime.models.decoder import (
     AuxStateFuser,
     Decoder,
-    DecoderLayer,
     DecoderParts,
     HeadModel,
-    build_layer,
 )
+from spd.runtime.models.decoder_layer import DecoderLayer, build_layer
 from spd.runtime.models.layouts import LayerLayout
 from spd.runtime.models.parameters import Cut, Cuts
 from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout, SharedTable

@@ -9,18 +9,33 @@ from dataclasses import replace
 from functools import partial
 
 from spd.errors import CheckpointError
-from spd.formats.block import CONTEXT_NORM, LAYER_PREFIX, BlockConfig
+from spd.formats.block import CONTEXT_NORM, LAYER_PREFIX, BlockConfig, SelectorConfig
 from spd.formats.checkpoint import Checkpoint, check_tensors
-from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSION
+from spd.formats.eagle3 import EMBEDDING, FINAL_NORM, FUSION, TOKEN_OFFSETS
 from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
 from spd.formats.names import HEAD
 from spd.runtime.models import families, weights
 from spd.runtime.models.attention_layout import GqaLayout
+from spd.runtime.models.eagle3 import INTEGERS, read_vocabulary
+from spd.runtime.models.layouts import ConvolutionLayout
 from spd.runtime.models.parameters import ParameterSpec, Shape, Shard
 
-STATE_PREFIXES = ("layers.", "fc", "norm", "hidden_norm", "aux_hidden_norms", "candidate_selector")
+STATE_PREFIXES = (
+    "layers.",
+    "fc",
+    "norm",
+    "hidden_norm",
+    "aux_hidden_norms",
+    "candidate_selector",
+    "markov_head",
+    "confidence_head",
+)
 """Prefixes of tensors that change the drafts; a drafter with unknown ones is refused."""
+IGNORABLE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors that repeat others or the target's."""
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+"""Tensors of the confidence head, which are not read."""
 MASK_EMBEDDING = "mask_embedding.pt"
 """A file of an embedding of the mask token, which some engines read."""
 
@@ -42,7 +57,11 @@ def layout(config: ModelConfig) -> weights.ModelLayout:
         slides = attention.scores.sliding is not None
         sees_block = block.sliding_sees_block if slides else block.full_sees_block
         scores = replace(attention.scores, sees_block=sees_block)
-        layers.append(replace(layer, attention=replace(attention, scores=scores)))
+        layer = replace(layer, attention=replace(attention, scores=scores))
+        if (convolution := block.convolution) is not None:
+            shape = ConvolutionLayout(config.hidden_size, convolution.kernel, convolution.group)
+            layer = replace(layer, convolutions=shape)
+        layers.append(layer)
     return replace(model, layers=tuple(layers), tables=partial(tables, config), prefix=LAYER_PREFIX)
 
 
@@ -61,7 +80,54 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
             {FINAL_NORM: (hidden,)}, is_float32=block.logit_scale != 1.0
         ),
     }
-    return parameters | _context_parameters(config, shard)
+    if block.draft_vocab_size != config.vocab_size:
+        parameters["head"] = weights.vocabulary_table(HEAD, block.draft_vocab_size, hidden, shard)
+    if block.selector is not None:
+        parameters |= _selector_parameters(config, block.selector)
+    return parameters | _context_parameters(config, shard) | _markov_parameters(config, shard)
+
+
+def _selector_parameters(config: ModelConfig, selector: SelectorConfig) -> dict[str, ParameterSpec]:
+    """Return the parameters of a DFlash 2's selector, by the names that `CandidateSelector` reads."""
+    table = (config.vocab_size, selector.rank)
+    shapes: dict[str, tuple[str, Shape]] = {
+        "predecessors": ("predecessor_codebook", table),
+        "successors": ("successor_codebook", table),
+        "selector_projection": (
+            "hidden_projection.weight",
+            (selector.rank, config.hidden_size),
+        ),
+    }
+    return {
+        key: ParameterSpec.from_shapes({f"candidate_selector.{name}": shape})
+        for key, (name, shape) in shapes.items()
+    }
+
+
+def _markov_parameters(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
+    """Return the parameters of a DSpark's bias, by the names that `MarkovHead` reads."""
+    block = block_of(config)
+    markov = block.markov
+    if markov is None:
+        return {}
+    prefix = "markov_head."
+    rows = block.draft_vocab_size
+    shapes: dict[str, dict[str, Shape]] = {
+        "markov_embedding": {"markov_w1.weight": (config.vocab_size, markov.rank)}
+    }
+    if markov.kind != "vanilla":
+        name, pieces, states = (
+            ("gate_proj", 1, 1) if markov.kind == "gated" else ("joint_proj", 3, 2)
+        )
+        width = states * markov.rank + config.hidden_size
+        shapes["markov_mix"] = {f"{name}.weight": (pieces * markov.rank, width)}
+        shapes["markov_mix_bias"] = {f"{name}.bias": (pieces * markov.rank,)}
+    parameters = {
+        key: ParameterSpec.from_shapes({prefix + name: shape for name, shape in named.items()})
+        for key, named in shapes.items()
+    }
+    table = weights.vocabulary_table(f"{prefix}markov_w2.weight", rows, markov.rank, shard)
+    return parameters | {"markov_output": table}
 
 
 def _context_parameters(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
@@ -97,28 +163,54 @@ def check_block(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     if (checkpoint.folder / MASK_EMBEDDING).exists():
         message = f"{checkpoint.folder / MASK_EMBEDDING}: an embedding of the mask token by itself"
         raise CheckpointError(f"{message} is not supported")
+    block = block_of(config)
     expected = weights.expected_tensors(config, layout(config))
-    optional = {EMBEDDING: config.vocab_size, HEAD: config.vocab_size}
+    optional = {EMBEDDING: config.vocab_size, HEAD: block.draft_vocab_size}
     expected |= {
         table: (rows, config.hidden_size)
         for table, rows in optional.items()
         if table in checkpoint.tensors
     }
-    unused = check_tensors(checkpoint, expected, description=f"tensors of the {name} drafter")
+    if block.draft_vocab_size != config.vocab_size:
+        expected[TOKEN_OFFSETS] = (block.draft_vocab_size,)
+    if block.has_confidence:
+        rank = block.markov.rank if block.markov and block.confidence_reads_token else 0
+        weight, bias = CONFIDENCE
+        expected |= {weight: (1, config.hidden_size + rank), bias: (1,)}
+    unused = check_tensors(
+        checkpoint,
+        expected,
+        dtypes={TOKEN_OFFSETS: INTEGERS},
+        description=f"tensors of the {name} drafter",
+    )
     unread = [tensor for tensor in unused if tensor.startswith(STATE_PREFIXES)]
     if unread:
         message = f"{checkpoint.folder}: {unread[0]}: this kind of {name} drafter is not supported"
         reason = [f"{len(unread)} of its tensors are not read:", *abbreviate(unread)]
         raise CheckpointError(message, reason=reason)
-    return unused
+    ignorable = (*IGNORABLE, TOKEN_OFFSETS)
+    return [tensor for tensor in unused if tensor not in ignorable]
 
 
 def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:
-    """Return the one part of a drafter, checked against its checkpoint. Raises CheckpointError."""
-    if checkpoint is not None:
-        weights.warn_unused_tensors(check_block(config, checkpoint), checkpoint.folder)
-    shared = {
-        "embedding": weights.SharedTable(EMBEDDING, config.vocab_size),
-        "head": weights.SharedTable(HEAD, config.vocab_size),
-    }
-    return [weights.HeadPart(layout(config), weights.HeadRules(), shared)]
+    """Return the one part of a drafter, checked against its checkpoint. Raises CheckpointError.
+
+    Without a checkpoint its ids are spread evenly over the vocabulary.
+    """
+    rows = block_of(config).draft_vocab_size
+    size = config.vocab_size
+    shared = {"embedding": weights.SharedTable(EMBEDDING, size)}
+    if rows == size:
+        shared["head"] = weights.SharedTable(HEAD, size)
+    rules = weights.HeadRules()
+    if checkpoint is None:
+        import torch
+
+        ids = None if rows == size else torch.arange(rows) * size // rows
+        return [weights.HeadPart(layout(config), rules, shared, ids)]
+    weights.warn_unused_tensors(check_block(config, checkpoint), checkpoint.folder)
+    ids, order = (None, None) if rows == size else read_vocabulary(rows, size, checkpoint)
+    if order is not None:
+        message = f"{checkpoint.folder}: tensor {TOKEN_OFFSETS}: its ids are not ascending"
+        raise CheckpointError(message)
+    return [weights.HeadPart(layout(config), rules, shared, ids)]

@@ -13,6 +13,7 @@ from spd.kernels.attention.rotary_store import RotatedRows
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.attention_steps import RotateAndStore, select_rotary
+from spd.runtime.models.block_refiners import CandidateSelector, MarkovHead, Refiner
 from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.decoder import Decoder, DecoderParts, spread_logits
 
@@ -36,6 +37,12 @@ class BlockModel(Decoder):
         self.ids = ids
         tables = parts.tables
         self.context = build.projection(tables.pop("context"), tables.get("context_bias"))
+        self.refiner: Refiner | None = None
+        """Changes the logits of drafts by the tokens before them, where the drafter does so."""
+        if block.markov is not None:
+            self.refiner = MarkovHead(block, tables, build, ids)
+        elif block.selector is not None:
+            self.refiner = CandidateSelector(block, tables)
         self.key_scales: list[Tensor] = []
         """The scales [K, D] of the norms of keys, by layer."""
         for layer in self.layers:

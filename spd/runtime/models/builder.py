@@ -112,9 +112,8 @@ class WeightAllocator:
 
         prefix: such as `model.layers.0.`.
         """
-        attention = self.allocate_block(layout.attention.parameters(), prefix)
-        mlp = self.allocate_block(layout.mlp.parameters(), prefix)
-        return attention, mlp
+        attention, mlp = layout.block_parameters()
+        return self.allocate_block(attention, prefix), self.allocate_block(mlp, prefix)
 
     def allocate_block(
         self, parameters: Mapping[str, ParameterSpec], prefix: str = ""

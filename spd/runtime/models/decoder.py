@@ -5,9 +5,8 @@ A functional forward pass over prebound tensors: no `nn.Module`, no hooks, no lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,87 +22,13 @@ from spd.runtime.layers import linear as products
 from spd.runtime.layers import skinny_linear as skinny
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
-from spd.runtime.models import layouts
-from spd.runtime.models.attention import Attention, LatentAttention
+from spd.runtime.models.attention import Attention
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.builder import BlockTensors, LayerBuilder, LayerTensors
-from spd.runtime.models.gated_delta import GatedDelta, ShortConv
-from spd.runtime.models.gemma4_mlp import Gemma4Mlp, LayerEmbeddings
-from spd.runtime.models.mlp import GatedMlp
-from spd.runtime.models.moe import MoeMlp
-from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
+from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.decoder_layer import DecoderLayer
+from spd.runtime.models.gated_delta import GatedDelta
+from spd.runtime.models.gemma4_mlp import LayerEmbeddings
 from spd.runtime.models.weights import HeadRules, ModelLayout
-
-AttentionBlock = Attention | LatentAttention | GatedDelta | ShortConv | Callable[..., Residual]
-"""A layer's first block: it writes the rows' cache entries and reads pages, or a state and rings.
-"""
-MlpBlock = GatedMlp | MoeMlp | Gemma4Mlp | Callable[..., Residual]
-"""A layer's second block, applied to each row independently."""
-
-
-@dataclass(frozen=True)
-class DecoderLayer:
-    """A layer's two blocks, each with its norm before and its sum after."""
-
-    attention: AttentionBlock
-    mlp: MlpBlock
-    layout: layouts.MixerLayout
-    """The layout of the first block, which has the shapes of cache entries."""
-
-    def __call__(
-        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
-    ) -> Residual:
-        """Return the stream [T, hidden] with both blocks added.
-
-        The rows' cache entries are written.
-        """
-        return self.mlp(self.attention(stream, rotary, batch, cache), batch)
-
-
-@dataclass(frozen=True)
-class ParallelLayer(DecoderLayer):
-    """A layer whose two blocks both read the stream that enters it."""
-
-    mlp: GatedMlp
-
-    def __call__(
-        self, stream: Residual, rotary: RotaryRows, batch: ForwardBatch, cache: LayerCache
-    ) -> Residual:
-        """Return the stream [T, hidden] plus both blocks of it; neither reads the other's sum.
-
-        The rows' cache entries are written.
-        """
-        return self.mlp(stream, batch, self.attention(stream, rotary, batch, cache))
-
-
-BLOCK_CLASSES: dict[type, Any] = {
-    GqaLayout: Attention,
-    layouts.LatentLayout: LatentAttention,
-    DeltaLayout: GatedDelta,
-    ScanLayout: GatedDelta,
-    ConvLayout: ShortConv,
-    layouts.MlpLayout: GatedMlp,
-    layouts.MoeLayout: MoeMlp,
-    layouts.Gemma4MlpLayout: Gemma4Mlp,
-    layouts.EmptyLayout: lambda *_: lambda stream, *_: stream,
-}
-"""The class that runs a block, by the class of its layout.
-
-Called with layout, tensors and builder.
-"""
-
-
-def build_layer(
-    layout: layouts.LayerLayout, tensors: LayerTensors, build: LayerBuilder
-) -> DecoderLayer:
-    """Return one layer. Its tensors are changed in place, or packed and unusable afterwards."""
-    if layout.is_parallel:
-        tensors[1]["norm"] = tensors[0]["norm"]
-    attention = BLOCK_CLASSES[type(layout.attention)](layout.attention, tensors[0], build)
-    mlp = BLOCK_CLASSES[type(layout.mlp)](layout.mlp, tensors[1], build)
-    if layout.is_parallel:
-        return ParallelLayer(attention, mlp, layout.attention)
-    return DecoderLayer(attention, mlp, layout.attention)
 
 
 class AuxStateFuser:

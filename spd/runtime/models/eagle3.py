@@ -130,13 +130,13 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
         ids = None if rows == size else torch.arange(rows) * size // rows
         return [weights.HeadPart(layout(config), rules, shared, ids)]
     weights.warn_unused_tensors(check_eagle3(config, checkpoint), checkpoint.folder)
-    ids, order = _read_vocabulary(rows, size, checkpoint)
+    ids, order = read_vocabulary(rows, size, checkpoint)
     if order is not None or shares_head(config, checkpoint):
         shared["head"] = weights.SharedTable(HEAD, rows, order)
     return [weights.HeadPart(layout(config, (*shared,)), rules, shared, ids)]
 
 
-def _read_vocabulary(
+def read_vocabulary(
     rows: int, size: int, checkpoint: Checkpoint
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the target's ids of the head's rows, int64 and ascending, and the order of the stored

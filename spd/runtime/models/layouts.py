@@ -1,7 +1,7 @@
 """The descriptions of a layer's blocks: sizes, and the parameters that checkpoint tensors fill.
 
 A layer is an attention block and an MLP block. A family chooses and fills in these descriptions,
-two for every layer; `decoder.BLOCK_CLASSES` has the class that runs each. No torch here.
+two for every layer; `decoder_layer.BLOCK_CLASSES` has the class that runs each. No torch here.
 """
 
 from __future__ import annotations
@@ -395,6 +395,34 @@ FeedForwardLayout = MlpLayout | MoeLayout | Gemma4MlpLayout | EmptyLayout
 
 
 @dataclass(frozen=True)
+class ConvolutionLayout:
+    """Convolutions over the rows of a block drafter's block, around a block of a layer.
+
+    A row's result is the sum of it and of the `kernel` - 1 rows before it, each element times a
+    factor that is the sum of a constant and of one of the row's own for each `group` of elements.
+    """
+
+    hidden_size: int
+    kernel: int
+    group: int
+
+    @property
+    def num_factors(self) -> int:
+        """Return the number of a row's own factors, of both convolutions."""
+        return 2 * self.kernel * self.hidden_size // self.group
+
+    def parameters(self, name: str) -> dict[str, ParameterSpec]:
+        """Return the parameters by the names that `BlockConvolution` reads; name: that of the
+        tensors.
+        """
+        base = (2, self.kernel, self.hidden_size)
+        return {
+            "conv_base": ParameterSpec.from_shapes({f"{name}.base_kernel": base}),
+            **fused("conv", name, {"kernel_projection": self.num_factors}, self.hidden_size),
+        }
+
+
+@dataclass(frozen=True)
 class LayerLayout:
     """One layer: two blocks, each with its norm before and its sum after."""
 
@@ -402,6 +430,8 @@ class LayerLayout:
     mlp: FeedForwardLayout
     is_parallel: bool = False
     """True if both blocks read the stream before the layer, by one norm."""
+    convolutions: ConvolutionLayout | None = None
+    """The convolutions around both blocks, where there are any."""
 
     def sharded(self, shard: Shard) -> LayerLayout:
         """Return the layout of a rank's part of both blocks.
@@ -410,10 +440,19 @@ class LayerLayout:
         """
         return replace(self, attention=self.attention.sharded(shard), mlp=self.mlp.sharded(shard))
 
+    def block_parameters(self) -> tuple[dict[str, ParameterSpec], dict[str, ParameterSpec]]:
+        """Return the parameters of both blocks by the names that their classes read."""
+        attention = self.attention.parameters()
+        mlp = self.mlp.parameters()
+        if self.convolutions is not None:
+            attention = attention | self.convolutions.parameters("attention_conv")
+            mlp = mlp | self.convolutions.parameters("mlp_conv")
+        return attention, mlp
+
     def parameters(self) -> Iterator[ParameterSpec]:
         """Yield all parameters of the layer."""
-        yield from self.attention.parameters().values()
-        yield from self.mlp.parameters().values()
+        for block in self.block_parameters():
+            yield from block.values()
 
     def tensors(self) -> dict[str, Shape]:
         """Return names, inside the layer, and shapes of the checkpoint tensors that fill it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,8 +43,10 @@ class BlockProposer(ModelProposer):
     ) -> None:
         super().__init__(sampler, runners, limit, arbitrated_lookup)
         (self.runner,) = runners
-        assert isinstance(self.runner.model, BlockModel)
-        self.block = self.runner.model.block
+        model = self.runner.model
+        assert isinstance(model, BlockModel)
+        self.block = model.block
+        self.refiner = model.refiner
         self.block_state = copy(self.state)
         """The state with mask tokens in place of its drafts."""
         self.block_state.draft = torch.full(
@@ -91,7 +94,11 @@ class BlockProposer(ModelProposer):
             rows, self.state.page_table, views, block_ends=self._block_ends(rows)
         )
         first = int(not self.block.drafts_from_anchor)
-        tokens = self.sampler.draw_block(self.runner, output.hidden[:, first : first + k], needs)
+        hidden = output.hidden[:, : first + k]
+        refine = None
+        if self.refiner is not None:
+            refine = partial(self.refiner.draft, hidden=hidden, anchor=rows.token_ids[:, :1])
+        tokens = self.sampler.draw_block(self.runner, hidden[:, first:], needs, refine)
         if k > 1:
             self.state.draft[:, : k - 1] = tokens[:, : k - 1]
         self.kernels.draft_step(

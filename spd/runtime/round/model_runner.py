@@ -275,6 +275,7 @@ class ModelRunner:
             page_table=slot_rows.page_table,
             plan=plan,
             block_plan=block_plan,
+            is_block=slot_rows.block_ends is not None,
             num_slots=slots,
             width=width,
             tile=tile,
@@ -478,8 +479,7 @@ class ModelRunner:
         slot_rows = SlotRows(rows, page_table, ())
         tile = None if chunk_start is None else states.shape[1]
         batch = self._batch(slot_rows, tile, chunk_start, attends=False)
-        flat = states.reshape(-1, states.shape[-1])
-        flat = repeat_last(flat.T, len(batch.positions)).T.contiguous()
+        flat = repeat_last(states.flatten(0, 1).T, len(batch.positions)).T.contiguous()
         self.model.store_context(flat, batch, self.cache.layers)
 
     def write_prompt_states(self, part: PromptPart, states: Tensor) -> None:

@@ -6,7 +6,9 @@ parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -218,36 +220,49 @@ class Sampler:
                 return fused[0]
         return self.draw_from_logits(runner.logits(hidden), step, draft_needs)
 
-    def draw_block(self, runner: ModelRunner, hidden: Tensor, needs: SamplingSteps) -> Tensor:
+    def draw_block(
+        self,
+        runner: ModelRunner,
+        hidden: Tensor,
+        needs: SamplingSteps,
+        refine: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
         """Sample the tokens [S, k] of a block drafter from hidden [S, k, hidden], as `draw_draft`
         does.
+
+        refine: draws them in turn from changed logits; see `Refiner`.
         """
         draft_needs = SamplingSteps(noise=needs.noise, bias=needs.bias)
-        if self.draft_distributions is None:
+        is_coupled = self.draft_distributions is None
+        if is_coupled and refine is None:
             fused = self.draw_fused(runner, hidden, 0, draft_needs)
             if fused is not None:
                 return fused[0]
         logits = runner.logits(hidden)
-        if self.draft_distributions is None:
-            return self.draw_from_logits(logits, 0, draft_needs)
-        tokens = [
-            self.draw_from_logits(logits[:, step : step + 1].contiguous(), step, draft_needs)
-            for step in range(logits.shape[1])
-        ]
-        return torch.cat(tokens, 1)
+        draw = partial(self.draw_from_logits, draft_needs=draft_needs)
+        if refine is not None:
+            if draft_needs.bias:  # before candidates are chosen
+                logits = logits + self._padded_bias(logits.shape[-1]).unsqueeze(1)
+                draft_needs = replace(draft_needs, bias=False)
+            return refine(logits, draw=partial(self.draw_from_logits, draft_needs=draft_needs))
+        if is_coupled:
+            return draw(logits, 0)
+        return torch.cat(
+            [draw(logits[:, step : step + 1], step) for step in range(logits.shape[1])], 1
+        )
 
     def draw_from_logits(self, logits: Tensor, step: int, draft_needs: SamplingSteps) -> Tensor:
         """Sample a drafter's tokens [S, R] from logits [S, R, V], the first at position length + step.
 
         With `draft_distributions`, R is 1.
         """
+        logits = logits.contiguous()
         no_draft = self.state.draft[:, :0]
         vocab_size = logits.shape[-1]
         usable = min(self.usable_vocab, vocab_size)
         tensors = self.tensors(draft_needs, usable)
-        if tensors.bias is not None and tensors.bias.shape[1] != vocab_size:  # of another padding
-            bias = pad(tensors.bias, (0, vocab_size - tensors.bias.shape[1])).contiguous()
-            tensors = replace(tensors, bias=bias)
+        if tensors.bias is not None:
+            tensors = replace(tensors, bias=self._padded_bias(vocab_size))
         stream = (
             STREAM_TARGET if self.draft_distributions is None else row_stream(STREAM_DRAFT, step)
         )
@@ -265,6 +280,11 @@ class Sampler:
             is_active = self.state.active.unsqueeze(-1)
             stored.copy_(torch.where(is_active, distributions[:, 0, :usable], stored))
         return sampled
+
+    def _padded_bias(self, vocab_size: int) -> Tensor:
+        """Return the slots' biases [S, V] for a drafter's vocabulary, which may be padded otherwise."""
+        missing = vocab_size - self.bias.shape[1]
+        return self.bias if not missing else pad(self.bias, (0, missing)).contiguous()
 
     def make_certain(self, k: int) -> None:
         """Store certain distributions for those of k drafts that prompt lookup made, not a model."""
