@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from spd.runtime import Engine, SamplingParams
+from spd.runtime.models.gguf_forms import FORMS as GGUF_TYPES
 from tests.helpers import Prompt, random_prompts
 from tests.lanes import covering
 from tests.pairs import BLOCK_DRAFTERS, MTP_FAMILIES, Pair
@@ -312,6 +313,8 @@ CELLS = [
         lag=(0, 1),
         form=("int8", "int4"),
     ),
+    # Types of GGUF that are kept packed, each as a family.
+    *family_tables(tuple(GGUF_TYPES), ("draft", "ngram", "self"), k=(1, 2, 4, 8), slots=(1, 3)),
     # Lookup besides a model, and numbers of drafts that change.
     *table(["repeating"], 1, name=MODEL_AND_LOOKUP, **CHANGING_DRAFTS),
     *table(["repeating"], 1, name=("gemma4/assistant+ngram",), **CHANGING_DRAFTS),

@@ -8,12 +8,14 @@ from typing import Any
 
 from spd.formats.demo import demo_folder
 from spd.runtime import Engine
+from spd.runtime.models.gguf_forms import FORMS as GGUF_TYPES
 from tests.helpers import DampedLayers, TinyShelf, make_fast_engine
 from tests.recipes.tiny import VARIANTS
 from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_block import write_tiny_block_pair
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.recipes.tiny_gguf import write_tiny_gguf
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.assistant_reference import LibraryAssistant
@@ -112,7 +114,10 @@ class Pair:
 
 
 class Pairs:
-    """Writes the folders of each pair once. Names are METHOD, METHOD+ngram, and FAMILY/METHOD."""
+    """Writes the folders of each pair once.
+
+    Names are METHOD, METHOD+ngram, and FAMILY/METHOD; a type of GGUF stands for a family.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -194,6 +199,9 @@ class Pairs:
         return Pair(folder, {"spec": method, **method_options.get(method, {})})
 
     def _layers(self, family: str, layers: int) -> Path:
+        if family in GGUF_TYPES:
+            file = self.folder / f"{family}-{layers}.gguf"
+            return write_tiny_gguf(file, family, layers=layers)
         options: dict[str, Any] = {"layers": layers, "residual_gain": damped_gain, "seed": 3}
         if family in VARIANTS:
             return self.tiny(family, **options)

@@ -11,7 +11,18 @@ from pathlib import Path
 from spd.formats.gguf.block_types import BY_NAME
 from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, write_gguf
 
-SIZES = {"hidden": 256, "inner": 512, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 320}
+SIZES = {
+    "hidden": 256,
+    "inner": 512,
+    "heads": 4,
+    "kv_heads": 2,
+    "layers": 2,
+    "vocab": 320,
+    "full_layers": 2,
+}
+"""Sizes of the default model; layers behind the first `full_layers` are damped."""
+DAMPED_GAIN = 0.4
+"""The factor of a damped layer's output projections: a draft of the full layers often agrees."""
 FLOAT16_OFFSETS = {
     "F16": range(0),
     "Q8_0": (0,),
@@ -103,6 +114,9 @@ def tiny_tensors(
             tensors[name] = TensorSpec("F32", shape, _floats("F32", [1.0] * shape[0]))
             continue
         std = 1.5 / math.sqrt(shape[1])
+        is_output = name.endswith(("attn_output.weight", "ffn_down.weight"))
+        if is_output and int(name.split(".")[1]) >= model_sizes["full_layers"]:
+            std *= DAMPED_GAIN
         tensor_kind = next(other for end, other in kinds.items() if name.endswith(end))
         data = block_bytes(tensor_kind, shape, f"{seed} {name}", std)
         tensors[name] = TensorSpec(tensor_kind, shape, data)
