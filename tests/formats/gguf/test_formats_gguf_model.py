@@ -21,12 +21,18 @@ from spd.formats.gguf.keys import shortest_decimal
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.names import LAYER_NAMES, OUTER_NAMES
 from spd.formats.gguf.sidecars import find_sidecar
+from spd.formats.gguf.vocabulary import CONTROL
 from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
 from spd.formats.mtp import find_mtp_source
 from spd.runtime import unused_tensors
 from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, gguf_bytes, header_bytes
 from tests.formats.gguf.test_formats_gguf_container import mutate
+from tests.formats.gguf.test_formats_gguf_tokenizer import (
+    PIECES,
+    byte_level,
+    sentence_piece,
+)
 from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors, write_tiny_gguf
 
 SMALL = {"hidden": 32, "inner": 64, "heads": 2, "kv_heads": 1, "layers": 1, "vocab": 32}
@@ -336,7 +342,9 @@ def is_refused(path: Path) -> bool:
     folder = ModelFolder(path)
     try:
         unused_tensors(folder.config, folder.checkpoint)
-        assert folder.tokenizer is None or folder.tokenizer.vocab_size >= 0
+        if folder.tokenizer is not None:
+            ids = folder.tokenizer.encode("ab c <|im_end|> é", parse_special=True)
+            assert all(0 <= number < folder.tokenizer.vocab_size for number in ids)
         assert folder.generation.eos_token_ids is not None
     except SpdError as error:
         assert error.message.isprintable()
@@ -345,11 +353,20 @@ def is_refused(path: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
-def test_mutated_models_are_refused_or_opened(tmp_path: Path, count: int) -> None:
+VOCABULARIES: dict[str, Mapping[str, Value]] = {
+    "none": {},
+    "bytes": byte_level([("<|im_end|>", CONTROL)], merges=("a b", "ab c"), eos_token_id=256),
+    "pieces": sentence_piece(PIECES),
+}
+
+
+@pytest.mark.parametrize("count", [70, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_mutated_models_are_refused_or_opened(tmp_path: Path, vocabulary: str, count: int) -> None:
     draw = random.Random(50)
-    metadata = tiny_metadata(**SMALL)
-    tensors = tiny_tensors("Q8_0", **SMALL)
+    sizes = {**SMALL, "vocab": 32 if vocabulary == "none" else 288}
+    metadata = {**tiny_metadata(**sizes), **VOCABULARIES[vocabulary]}
+    tensors = tiny_tensors("Q8_0", **sizes)
     content = gguf_bytes(metadata, tensors)
     header_length = len(header_bytes(metadata, tensors, 32, 3))
     path = tmp_path / "a.gguf"
