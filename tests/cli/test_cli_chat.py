@@ -124,7 +124,7 @@ class Transcript:
             ["/file 'a b.txt'", "What?", "Next"],
             argv=["-f", "a b.txt"],
             messages=["text\n\ntext\n\nWhat?", "Next"],
-            expected="",
+            expected="goes with the next message: a b.txt: 1 line, 4 characters\n",
         ),
         Transcript(
             ["/file a.txt", "/file none", "/file", "What?"],
@@ -142,7 +142,7 @@ class Transcript:
             ["/file a.txt", "/file"],
             argv=[],
             messages=[],
-            expected="goes with the next message: a.txt: 4 characters",
+            expected="goes with the next message: a.txt: 1 line, 4 characters",
         ),
         Transcript(
             ["Hi", "/clear", "Other", "/load t", "More", "/load"],

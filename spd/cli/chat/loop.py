@@ -138,6 +138,8 @@ class Chat:
                 )
             self.print_line("Type a message, /help for commands, Ctrl-D to quit.")
         self.resume(self.conversation)
+        if self.attached and not self.session.console.quiet:
+            self.print_attached()
         self.model.start()
         has_message = False
         while not self.should_exit:
@@ -314,6 +316,16 @@ class Chat:
         """Write several lines, see `print_line`."""
         for line in list(lines):
             self.print_line(line)
+
+    def print_attached(self) -> None:
+        """Write which files go with the next message, and how long they are."""
+        sizes = []
+        for path, text in self.attached:
+            num_lines = len(text.splitlines())
+            lines = f"{num_lines:,} line{'s' * (num_lines != 1)}"
+            sizes.append(f"{path}: {lines}, {len(text):,} characters")
+        listed = f"goes with the next message: {'; '.join(sizes)}"
+        self.print_line(listed if sizes else "no file goes with the next message")
 
     def start_new(self) -> None:
         """Begin another chat with the same system message; the current one stays saved."""

@@ -173,12 +173,7 @@ class Commands:
             self._chat.attached = []
         else:
             self._chat.attached += [(path, _read_file(path)) for path in _split_arguments(argument)]
-        sizes = ", ".join(f"{path}: {len(text):,} characters" for path, text in self._chat.attached)
-        self._chat.print_line(
-            f"goes with the next message: {sizes}"
-            if sizes
-            else "no file goes with the next message"
-        )
+        self._chat.print_attached()
 
     def do_load(self, argument: str) -> None:
         """continue a saved chat: /load NAME; alone it lists them, the latest first"""
