@@ -10,7 +10,7 @@ values of P in all of its layers:
 A pass runs a block of B rows at the positions behind that text: the embedding of the newest token,
 then B - 1 times that of a mask token. They go through the layers of a Qwen3 model of the drafter's
 numbers; each attends to those keys and to all rows of its block. The logits of row i > 0 are of the
-token at that row's position; with `drafts_from_anchor` those of each row are of the token behind it.
+token at that row's position; with `drafts_from_anchor` those of each row are of the token after it.
 Embedding and output head are the target's; a drafter of fewer ids has a head of its own, and target
 id = i + d2t[i].
 
@@ -18,7 +18,7 @@ DSpark adds to the logits of each draft a bias of the token x before it (`markov
 row's output and r the size of its embeddings:
 
     vanilla  w2(w1[x])        gated  w2(sigmoid(gate_proj([h ; w1[x]])) * w1[x])
-    rnn      g, c, o = joint_proj([s ; w1[x] ; h]);  s = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c);
+    rnn      g, c, o = joint_proj([s ; w1[x] ; h]);  s = s * sigmoid(g) + tanh(c) * (1 - sigmoid(g))
              w2(tanh(o))                             s is 0 before the block's first row
 
 DFlash 2 chooses each draft among the likeliest ids of its row: with x the token before it, the
@@ -26,11 +26,11 @@ score of id y is its logit + sum(predecessor[x] * hidden_projection(h) * success
 have convolutions over the rows of the block around attention and around the MLP; see
 `ConvolutionLayout`.
 
-DSpark's confidence head says how likely a draft is accepted. It changes no draft and is not run here: the
-number of drafts follows what was accepted.
+DSpark's confidence head says how likely a draft is accepted. It changes no draft and is not run
+here: the number of drafts follows what was accepted.
 
-Layers that slide may attend to a block's earlier rows only (`sliding_sees_block`). Their window ends
-at the row, or before the block for all of its rows (`window_precedes_block`).
+Layers that slide may attend to a block's earlier rows only (`sliding_sees_block`). Their window
+ends at the row, or before the block for all of its rows (`window_precedes_block`).
 
 Two dialects. The method's authors write DFlashDraftModel and `target_layer_ids`, indices of the
 layers whose output is read; `aux_layers` counts the layers that a stream has passed, which is one

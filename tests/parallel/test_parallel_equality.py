@@ -46,6 +46,11 @@ EVERY_PARAMETER = [
     SamplingParams(temperature=0.7, logit_bias=((5, 4.0), (6, -100.0)), max_tokens=14, seed=3),
     SamplingParams(min_tokens=8, stop_token_ids=tuple(range(0, 256, 16)), max_tokens=14),
 ]
+BLOCKS: dict[str, dict[str, Any]] = {
+    "block": {"kinds": "fs"},
+    "block of candidates": {"selector_top_k": 5},
+    "block of few ids": {"dialect": "speculators", "markov": "rnn", "draft_vocab": 281},
+}
 EAGLES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "copy", "own_embedding": True, "draft_vocab": 281},
     "eagle3 of its own width": {
@@ -104,7 +109,7 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("method", "ranks"),
     [
-        *((method, 2) for method in ("draft", "draft+ngram", "mtp", "block", *EAGLES)),
+        *((method, 2) for method in ("draft", "draft+ngram", "mtp", *BLOCKS, *EAGLES)),
         *(pytest.param(method, 4, marks=pytest.mark.slow) for method in ("eagle3", "draft", "mtp")),
     ],
 )
@@ -124,9 +129,9 @@ def test_a_drafter_on_fewer_ranks_drafts_the_same(
         options["draft_model"] = write_tiny_pair(target, tmp_path / "head", **head_options)
         if method.endswith("without a head"):  # it shares what makes logits of the target's states
             edit_weights(options["draft_model"], lambda tensors: tensors.pop("lm_head.weight"))
-    elif method == "block":
+    elif method in BLOCKS:
         target = tiny("qwen3", layers=4, kv_heads=4)
-        options["draft_model"] = write_tiny_block(tmp_path / "drafter", target, kinds="fs")
+        options["draft_model"] = write_tiny_block(tmp_path / "drafter", target, **BLOCKS[method])
     elif method.startswith("draft"):
         target = tiny("qwen3", layers=4, residual_gain=damped, seed=3)
         options["draft_model"] = tiny("qwen3", layers=2, residual_gain=damped, seed=3)
@@ -137,7 +142,7 @@ def test_a_drafter_on_fewer_ranks_drafts_the_same(
     plain = collect_outputs(texts(make_fast_engine(target, slots=2)))
     alone = texts(make_fast_engine(target, **options))
     assert collect_outputs(alone) == plain
-    is_random = method == "block" or EAGLES.get(method, {}).get("kind") == "random"
+    is_random = method in BLOCKS or EAGLES.get(method, {}).get("kind") == "random"
     assert is_random or helpers.count_accepted(alone)
     for group in (1, 2, 4)[: ranks // 2 + 1]:
         runs = texts(make_fast_engine(target, tp=ranks, draft_tp=group, **options))

@@ -88,7 +88,7 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
 
 
 def _selector_parameters(config: ModelConfig, selector: SelectorConfig) -> dict[str, ParameterSpec]:
-    """Return the parameters of a DFlash 2's selector, by the names that `CandidateSelector` reads."""
+    """Return the parameters of a selector, by the names that `CandidateSelector` reads."""
     table = (config.vocab_size, selector.rank)
     shapes: dict[str, tuple[str, Shape]] = {
         "predecessors": ("predecessor_codebook", table),

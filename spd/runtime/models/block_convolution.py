@@ -29,7 +29,7 @@ class BlockConvolution:
         self.projection = build.unnormed_projection(tensors, "conv")
 
     def before(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the normed and convolved rows x [T, hidden], and the rows' factors for `behind`."""
+        """Return the normed and convolved rows x [T, hidden], and their factors for `behind`."""
         layout = self.layout
         x = rms_norm(x, self.norm, self.epsilon)
         own = self.projection(Residual(x), batch)

@@ -37,7 +37,7 @@ class MarkovHead:
     def __init__(
         self, block: BlockConfig, tables: BlockTensors, build: LayerBuilder, ids: Tensor | None
     ) -> None:
-        """ids: the target's id of each of the drafter's, int64 [N]; None where they are the same."""
+        """ids: the target's id of each of the drafter's, int64 [N]; None if they are the same."""
         assert block.markov is not None
         self.kind = block.markov.kind
         self.rank = block.markov.rank

@@ -252,9 +252,9 @@ class Sampler:
         )
 
     def draw_from_logits(self, logits: Tensor, step: int, draft_needs: SamplingSteps) -> Tensor:
-        """Sample a drafter's tokens [S, R] from logits [S, R, V], the first at position length + step.
+        """Sample a drafter's tokens [S, R] from logits [S, R, V].
 
-        With `draft_distributions`, R is 1.
+        The first is at position length + step. With `draft_distributions`, R is 1.
         """
         logits = logits.contiguous()
         no_draft = self.state.draft[:, :0]
@@ -282,7 +282,7 @@ class Sampler:
         return sampled
 
     def _padded_bias(self, vocab_size: int) -> Tensor:
-        """Return the slots' biases [S, V] for a drafter's vocabulary, which may be padded otherwise."""
+        """Return the slots' biases [S, V] for a drafter's vocabulary, padded as it is."""
         missing = vocab_size - self.bias.shape[1]
         return self.bias if not missing else pad(self.bias, (0, missing)).contiguous()
 
