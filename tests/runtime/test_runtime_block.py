@@ -11,10 +11,20 @@ import pytest
 import torch
 
 from spd.errors import CheckpointError, SpdError, UsageError
-from tests.helpers import Tiny, make_engine, write_altered_drafter
+from spd.runtime import SamplingParams
+from spd.runtime.proposers.block import BlockProposer
+from spd.runtime.round.limits import ZERO_PAGE
+from tests.helpers import (
+    Tiny,
+    get_local_queue,
+    make_engine,
+    random_prompts,
+    run_all,
+    write_altered_drafter,
+)
 from tests.recipes.tiny_block import write_tiny_block_pair
 from tests.runtime.block_reference import PlainBlock, PublishedBlock, PublishedSpeculator
-from tests.runtime.test_runtime_mtp import compare_drafts, generate_texts
+from tests.runtime.test_runtime_mtp import VOCAB, compare_drafts, generate_texts
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash": {},
@@ -55,6 +65,7 @@ DRAFTERS |= {
 KERNELS = ("torch", "auto")
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_are_the_reference_s(tmp_path: Path, name: str, kernels: str) -> None:
@@ -221,3 +232,15 @@ def test_a_drafter_may_end_before_its_target(pair: tuple[Path, Path], draft_ctx:
     assert [run.output for _, run in runs] == [run.output for _, run in plain]
     positions = [record.position for _, run in runs for record in run.rounds if record.draft]
     assert positions and max(positions) <= draft_ctx
+
+
+def test_a_block_has_pages_for_all_of_its_rows(pair: tuple[Path, Path]) -> None:
+    """Where pages are few, a block of which one draft is verified writes to no page but its own."""
+    options: dict[str, Any] = {"draft_model": pair[1], "draft_max": 1, "cache_pages": 4}
+    engine = make_engine(pair[0], spec="block", kernels="auto", **options)
+    prompts = [random_prompts(1, length, VOCAB)[0] for length in (50, 51, 52)]
+    run_all(engine, prompts, [SamplingParams(max_tokens=13, ignore_eos=True)] * len(prompts))
+    proposer = get_local_queue(engine).proposer
+    assert isinstance(proposer, BlockProposer)
+    for layer in proposer.runner.cache.layers:
+        assert not any(pool[ZERO_PAGE].any() for pool in layer.pools)

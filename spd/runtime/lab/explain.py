@@ -19,7 +19,7 @@ from typing import Any
 from spd.errors import UsageError
 from spd.formats.files import LINES_LIMIT, read_input_text
 from spd.runtime.engine.metrics import RoundRecord
-from spd.runtime.plan.config import MAX_DRAFT, split_spec
+from spd.runtime.plan.config import MAX_DRAFT, METHODS, split_spec
 
 TRACE_SCHEMA = "spd.trace/1"
 PARTS = {
@@ -105,8 +105,11 @@ Costs = Mapping[str, Mapping[int, float]]
 """Median milliseconds of each part of a round, by its number of drafts."""
 
 
-def fit_costs(records: Sequence[RoundRecord]) -> Costs:
-    """Return the medians of every part. A round drafts for the next one, whose k may be another."""
+def fit_costs(records: Sequence[RoundRecord], *, drafts_at_once: bool = False) -> Costs:
+    """Return the medians of every part. A round drafts for the next one, whose k may be another.
+
+    drafts_at_once: all numbers of drafts take the same time.
+    """
     samples: dict[str, dict[int, list[float]]] = {part: {} for part in PARTS}
     for record, after in zip(records, [*records[1:], None], strict=True):
         for part in PARTS:
@@ -114,7 +117,11 @@ def fit_costs(records: Sequence[RoundRecord]) -> Costs:
             if owner is not None and owner.request == record.request:
                 samples[part].setdefault(owner.k, []).append(record.ms[part])
     costs = {part: _medians(by_k) for part, by_k in samples.items()}
-    return {**costs, "draft": {**costs["draft"], 0: 0.0}}
+    draft = {**costs["draft"], 0: 0.0}
+    times = [time for k, by_k in samples["draft"].items() if k for time in by_k]
+    if drafts_at_once and times:
+        draft |= dict.fromkeys(range(1, max(draft) + 1), median(times))
+    return {**costs, "draft": draft}
 
 
 def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
@@ -243,15 +250,14 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
     drafting_records = [record for trace in drafting for record in trace.rounds] or records
     drafting_rounds = [_model_draft_rounds(trace) for trace in drafting]
-    costs = fit_costs(records)
+    method = drafting_records[0].method if drafting else "off"
+    model_method, is_lookup_too = split_spec(method)
+    at_once = METHODS.get(model_method, METHODS["off"]).drafts_at_once
+    costs = fit_costs(records, drafts_at_once=at_once)
     survival = fit_acceptance(drafting_rounds)
     counts = Counter(record.k for rounds in drafting_rounds for record in rounds)
-    method = drafting_records[0].method if drafting else "off"
-    max_k = (
-        min(MAX_DRAFT, max(counts) + (0 if split_spec(method)[1] else EXTRA_DRAFTS))
-        if counts
-        else 0
-    )
+    extra = 0 if is_lookup_too or at_once else EXTRA_DRAFTS
+    max_k = min(MAX_DRAFT, max(counts) + extra) if counts else 0
     # Medians give the cost of each k; scaled to the clock, they compare with the run's tokens a second.
     scale = mean_over_typical(records, costs)
     plain_ms = scale * sum(round_parts(costs, 0).values())

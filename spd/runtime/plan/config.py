@@ -25,6 +25,7 @@ class Method(NamedTuple):
 
     draft_max: int
     weights: tuple[str, ...] = ()  # the options that can name the model or head that drafts
+    drafts_at_once: bool = False  # True: one pass makes all drafts, so that more cost no more
 
 
 METHODS = {
@@ -35,7 +36,7 @@ METHODS = {
     "ngram": Method(8),
     "eagle3": Method(4, ("draft_model",)),
     "assistant": Method(4, ("draft_model",)),
-    "block": Method(MAX_DRAFT, ("draft_model",)),
+    "block": Method(MAX_DRAFT, ("draft_model",), drafts_at_once=True),
 }
 """Every method that --spec accepts; `auto` becomes another one."""
 ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)

@@ -137,6 +137,18 @@ def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     assert explanation.rounds == len(both.rounds)
 
 
+def test_a_block_takes_the_same_time_whatever_k_is() -> None:
+    """One pass makes all drafts: fewer of them save no drafting, and more than the block has none."""
+    traces = [make_trace(0, 0.0), make_trace(7, 0.6, draft=2.0)]
+    for trace in traces:
+        trace.rounds = [dataclasses.replace(record, method="block") for record in trace.rounds]
+    explanation = explain_traces(traces)
+    draft_ms = explanation.costs["draft"]
+    assert {draft_ms[k] for k in range(1, 8)} == {draft_ms[7]} and draft_ms[0] == 0
+    assert draft_ms[7] == pytest.approx(14.0, rel=0.05)
+    assert [prospect.k for prospect in explanation.prospects] == [*range(8)]
+
+
 @pytest.mark.parametrize(("method", "advised"), [("draft", True), ("draft+ngram", False)])
 def test_no_length_is_advised_beside_lookup(method: str, advised: bool) -> None:
     """It would bound what lookup drafts alone."""
