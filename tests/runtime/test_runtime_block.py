@@ -16,13 +16,17 @@ from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.round.limits import ZERO_PAGE
 from tests.helpers import (
     Tiny,
+    assert_same_runs,
+    count_drafted,
     get_local_queue,
     make_engine,
     random_prompts,
     run_all,
     write_altered_drafter,
 )
-from tests.recipes.tiny_block import write_tiny_block_pair
+from tests.recipes.tiny_block import write_tiny_block, write_tiny_block_pair
+from tests.recipes.tiny_dense import write_dense
+from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.runtime.block_reference import PlainBlock, PublishedBlock, PublishedSpeculator
 from tests.runtime.test_runtime_mtp import VOCAB, compare_drafts, generate_texts
 
@@ -244,3 +248,27 @@ def test_a_block_has_pages_for_all_of_its_rows(pair: tuple[Path, Path]) -> None:
     assert isinstance(proposer, BlockProposer)
     for layer in proposer.runner.cache.layers:
         assert not any(pool[ZERO_PAGE].any() for pool in layer.pools)
+
+
+@pytest.mark.parametrize("family", ["hybrid", "gemma2"])
+def test_targets_of_other_families_keep_their_text(tmp_path: Path, family: str) -> None:
+    """One has recurrent layers, the other embeddings with a factor and capped logits."""
+    target = tmp_path / "target"
+    if family == "hybrid":
+        write_tiny_hybrid(target)
+    else:
+        write_dense(target, family, max_positions=1024)
+    drafter = write_tiny_block(
+        tmp_path / "drafter", target, taps=(0,), kinds="sf", mask_token=7, selector_top_k=4
+    )
+    prompts = random_prompts(3, 70, 250)
+    params = [
+        SamplingParams(max_tokens=16, ignore_eos=True, temperature=temperature, seed=1)
+        for temperature in (0.0, 0.8, 1.3)
+    ]
+    options: dict[str, Any] = {"kernels": "auto", "slots": 2}
+    plain = run_all(make_engine(target, **options), prompts, params)
+    options |= {"spec": "block", "draft_model": drafter, "adaptive": True, "lag": 1}
+    drafted = run_all(make_engine(target, **options), prompts, params)
+    assert_same_runs(drafted, plain)
+    assert count_drafted(drafted)

@@ -366,3 +366,15 @@ def test_lookup_drafts_alone_on_the_demo() -> None:
     assert run.rounds[0].k == 0 and len(run.rounds) > rules.WARM_UP_ROUNDS
     assert max(r.accepted for r in run.rounds if r.k > drafts) > drafts, [r.k for r in run.rounds]
     assert not any(r.draft_forwards for r, after in itertools.pairwise(run.rounds) if after.k > 3)
+
+
+def test_a_forward_that_drafts_all_costs_the_same_for_every_k() -> None:
+    """Times of a block drafter are those of one forward, whatever k is; without drafts there is none."""
+    length = DraftLength(maximum=7, adaptive=True, drafts_at_once=True)
+    length.set_requests([])
+    for k in (0, 3, 7):
+        for _ in range(MIN_SAMPLES):
+            length.observe_cost(k, 0.010, 0.004 * (k > 0), forwards=int(k > 0))
+    costs = length.times.costs(range(8))
+    assert costs[0] == pytest.approx(0.010, rel=1e-3)
+    assert [costs[k] for k in range(1, 8)] == pytest.approx([0.014] * 7, rel=1e-3)
