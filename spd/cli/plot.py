@@ -19,6 +19,7 @@ from spd.cli.bench_table import (
 )
 from spd.cli.terminal.sink import check_writable, output_error
 from spd.errors import UsageError
+from spd.runtime.lab import share_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,19 +100,22 @@ def _draw_speeds(
 
 
 def _draw_acceptance(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
-    """Draw the acceptance by position of each row that drafted."""
+    """Draw the acceptance by position of each row that drafted, with intervals."""
     model_indices = _category_indices([row["model"] for row in rows])
     workload_indices = _category_indices([workload_name(row) for row in rows])
     method_indices = _category_indices([method_name(row) for row in rows])
-    for row, name, model, workload, method in zip(
-        rows, names, model_indices, workload_indices, method_indices, strict=True
-    ):
+    columns = zip(rows, names, model_indices, workload_indices, method_indices, strict=True)
+    for index, (row, name, model, workload, method) in enumerate(columns):
         pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
-        shares = [100 * accepted / drafted for accepted, drafted in pairs if drafted >= MIN_DRAFTS]
+        counts = [(accepted, drafted) for accepted, drafted in pairs if drafted >= MIN_DRAFTS]
+        shares = [accepted / drafted for accepted, drafted in counts]
+        shift = 0.3 * ((index + 0.5) / len(rows) - 0.5)  # so that no interval hides another
         if shares:
-            axes.plot(
-                range(1, len(shares) + 1),
-                shares,
+            axes.errorbar(
+                [position + shift for position in range(1, len(shares) + 1)],
+                [100 * share for share in shares],
+                _error_bars(shares, [share_interval(*pair) for pair in counts]),
+                capsize=3,
                 color=f"C{method % 10}",
                 linestyle=LINE_STYLES[model % len(LINE_STYLES)],
                 marker=MARKERS[workload % len(MARKERS)],
@@ -119,6 +123,17 @@ def _draw_acceptance(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> N
             )
     _style_acceptance(axes)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def _error_bars(
+    shares: Sequence[float], intervals: Sequence[tuple[float, float]]
+) -> list[list[float]]:
+    """Return the lengths in per cent of error bars below and above shares."""
+    pairs = list(zip(shares, intervals, strict=True))
+    return [
+        [max(0.0, 100 * (share - low)) for share, (low, _) in pairs],
+        [max(0.0, 100 * (high - share)) for share, (_, high) in pairs],
+    ]
 
 
 def _category_indices(names: Sequence[str]) -> list[int]:
@@ -153,8 +168,12 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
     def draw_acceptance(axes: Axes) -> None:
         """Draw the share of rounds that accepted the draft at each position."""
         positions = range(1, len(explanation.survival) + 1)
-        bars = axes.bar(positions, [100 * share for share in explanation.survival], alpha=0.75)
-        axes.bar_label(bars, fmt="%.0f")
+        shares = [100 * share for share in explanation.survival]
+        axes.bar(positions, shares, alpha=0.75)
+        error_bars = _error_bars(explanation.survival, explanation.survival_intervals)
+        axes.errorbar(positions, shares, error_bars, color="black", linestyle="", capsize=3)
+        for position, share in zip(positions, shares, strict=True):
+            axes.text(position + 0.05, share + 1, f"{share:.0f}")  # beside its error bar
         _style_acceptance(axes)
 
     def draw_round_parts(axes: Axes) -> None:
@@ -179,7 +198,7 @@ def _style_acceptance(axes: Axes) -> None:
     axes.set_ylim(0, 105)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("position of the draft")
-    axes.set_ylabel("accepted, %")
+    axes.set_ylabel("accepted, %, with the 95 % interval")
     axes.set_title("acceptance by position")
 
 

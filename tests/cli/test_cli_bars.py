@@ -85,8 +85,10 @@ def test_explain_draws_bars_that_fit_the_terminal(tmp_path: Path) -> None:
         status, text = run_on_terminal("explain", path, columns=columns, **environment)
         assert status == 0 and "\x1b" not in text
         rows = text.splitlines()
-        index = rows.index("accepted by position")
+        index = rows.index("accepted by position, 95 % interval")
         drawn_bar = "".join(rows[index + 1 : index + 7])
         assert all(f"draft {n}" in drawn_bar for n in (1, 2, 3)) and block * 5 in drawn_bar
+        glyphs = UNICODE if block == "█" else ASCII
+        assert drawn_bar.count(glyphs.low) == drawn_bar.count(glyphs.high) == 3, "intervals"
         assert max(map(cell_width, rows)) < columns or columns == 40, text
         assert max(map(cell_width, rows)) <= columns

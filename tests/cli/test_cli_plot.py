@@ -57,6 +57,7 @@ def test_a_bench_is_drawn(tmp_path: Path, matplotlib: None) -> None:
     assert "18.2  2.00 × plain" in texts and "36.4  1.33 × plain" in texts
     assert "one,$two_2$: code, T 0" in texts and "acceptance by position" in texts
     first = path.read_bytes()
+    assert first.count(b'id="LineCollection_') == 4 + 2 * 2, "error bars, and those of the legend"
     plot.plot_bench(make_result(), path)
     assert path.read_bytes() == first, "the same result is the same file"
     plot.plot_bench(make_result(), tmp_path / "speed.png")
@@ -75,6 +76,8 @@ def test_a_trace_is_drawn(tmp_path: Path, matplotlib: None, spd_run: Callable[..
     shares = [f"{100 * share:.0f}" for share in explanation.survival]
     assert {"draft: what other K would give", "this run", "drafting", *shares} <= {*texts}
     assert f"a round of this run: {explanation.now.round_ms:.2f} ms" in texts
+    drawn = (tmp_path / "trace.svg").read_text()
+    assert drawn.count('id="LineCollection_') == 1, "the error bars of acceptance"
 
 
 @pytest.mark.parametrize("command", ["bench", "explain"])

@@ -111,12 +111,13 @@ def explanation_lines(
         lines.append(f"accepted by position: {' '.join(shares)}")
     elif shares and glyphs is not None:
         bars = [
-            Bar(f"draft {position}", share, share_text)
-            for position, (share, share_text) in enumerate(
-                zip(explanation.survival, shares, strict=True), 1
+            Bar(f"draft {position}", share, share_text, *interval)
+            for position, (share, share_text, interval) in enumerate(
+                zip(explanation.survival, shares, explanation.survival_intervals, strict=True), 1
             )
         ]
-        lines += ["", "accepted by position", *bar_lines(bars, columns, glyphs, axis=1.0), ""]
+        title = "accepted by position, 95 % interval"
+        lines += ["", title, *bar_lines(bars, columns, glyphs, axis=1.0), ""]
     return [
         *lines,
         *textwrap.wrap(summarize(explanation), min(WIDTH, columns - 1), break_on_hyphens=False),

@@ -13,6 +13,7 @@ _NAMES = {
         "Trace",
         "TraceHeader",
         "explain_traces",
+        "share_interval",
         "summarize",
         "read_trace",
     ),

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import log
+from math import log, sqrt
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
@@ -195,12 +195,33 @@ def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
     return 1.0 + sum(shares)
 
 
+def _acceptance_counts(records: Sequence[RoundRecord]) -> list[tuple[int, int]]:
+    """Return accepted drafts by position, and the rounds with room for so many."""
+    counts: list[tuple[int, int]] = []
+    while len(room := [record for record in records if record.k > len(counts)]) >= MIN_ROUNDS:
+        counts.append((sum(record.accepted > len(counts) for record in room), len(room)))
+    return counts
+
+
 def _acceptance_shares(records: Sequence[RoundRecord]) -> tuple[float, ...]:
     """Return the shares of accepted drafts by position, over rounds with room for so many."""
-    shares: list[float] = []
-    while len(room := [record for record in records if record.k > len(shares)]) >= MIN_ROUNDS:
-        shares.append(sum(record.accepted > len(shares) for record in room) / len(room))
-    return tuple(shares)
+    return tuple(accepted / rounds for accepted, rounds in _acceptance_counts(records))
+
+
+NORMAL_QUANTILE = 1.96
+"""The deviations from its mean within which a normal variable lies in 95 % of cases."""
+
+
+def share_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % interval of a probability, from the successes of at least one trial.
+
+    Trials count as independent. Source: Wilson 1927, the score interval.
+    """
+    share = successes / trials
+    z = NORMAL_QUANTILE / sqrt(trials)
+    middle = (share + z**2 / 2) / (1 + z**2)
+    half = z * sqrt(share * (1 - share) + z**2 / 4) / (1 + z**2)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 SCHEMA = "spd.explain/1"
@@ -232,6 +253,9 @@ class Explanation:
     parts: Mapping[str, float]  # mean milliseconds of each part of the run's rounds
     costs: Costs
     survival: tuple[float, ...]
+    """The share of rounds that accepted the draft at each position."""
+    survival_intervals: tuple[tuple[float, float], ...]
+    """The 95 % interval of each share, as if rounds were independent."""
     prospects: tuple[Estimate, ...]
     """Estimates of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter."""
     plain: Estimate
@@ -279,6 +303,7 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     parts = mean_parts(drafting_records)
     length = fmean(len(record.committed) for record in drafting_records)
     now = estimate(k, length, sum(parts.values()))
+    counted = _acceptance_counts([record for rounds in drafting_rounds for record in rounds])
     return Explanation(
         method=method,
         k=k,
@@ -286,7 +311,8 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         tokens_per_second=now.tokens_per_second,
         parts=parts,
         costs=costs,
-        survival=_acceptance_shares([record for rounds in drafting_rounds for record in rounds]),
+        survival=tuple(accepted / rounds for accepted, rounds in counted),
+        survival_intervals=tuple(share_interval(*counts) for counts in counted),
         prospects=estimates,
         plain=estimates[0],
         now=now,

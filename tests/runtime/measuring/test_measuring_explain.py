@@ -20,6 +20,7 @@ from spd.runtime.lab.explain import (
     explain_traces,
     next_step,
     read_trace,
+    share_interval,
 )
 
 GOOD = (10.0, 0.2)
@@ -236,3 +237,22 @@ def test_a_damaged_line_of_a_trace_is_named(
     path.write_text("\n".join(lines))
     with pytest.raises(UsageError, match=rf"trace, line {line} is no round of a trace"):
         read_trace(path)
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (15, 20), (1, 1), (1, 4000)])
+def test_the_interval_of_a_share_ends_where_it_would_be_unlikely(successes, trials) -> None:
+    """Each end is a probability from which the share lies 1.96 standard deviations away."""
+    interval = share_interval(successes, trials)
+    for end in interval:
+        distance = abs(successes / trials - end)
+        assert distance == pytest.approx(1.96 * math.sqrt(end * (1 - end) / trials), abs=1e-9)
+    assert interval[0] < interval[1]
+
+
+def test_each_share_has_its_interval() -> None:
+    explanation = explain_traces([make_trace(3, 0.6, rounds=90)])
+    pairs = list(zip(explanation.survival, explanation.survival_intervals, strict=True))
+    assert len(pairs) == 3 and all(low < share < high for share, (low, high) in pairs)
+    longer = explain_traces([make_trace(3, 0.6, rounds=900)]).survival_intervals
+    widths = [high - low for low, high in (*explanation.survival_intervals, *longer)]
+    assert all(wide > 2 * narrow for wide, narrow in zip(widths[:3], widths[3:], strict=True))
