@@ -36,7 +36,7 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   points, by groups or rows; `int-quantized` of 8 bits; `float-quantized` by tensor, row or block;
   `nvfp4-pack-quantized`, `mxfp4-pack-quantized`), GPTQ (v1 and v2, 2, 3, 4 and 8 bits, `dynamic`), AutoAWQ's
   `gemm`, ModelOpt's FP8 and NVFP4, mixed too; FP8 in blocks (`fp8` with `weight_block_size`); gpt-oss's own
-  MXFP4. Activations are never rounded: W8A8 and
+  MXFP4. Activations are not rounded unless `--activations int8` asks for it: W8A8 and
   W4A4 releases run as W8A16 and W4A16. The codes stay packed in memory, experts' too, in groups of 16, 32,
   64, a multiple of 128 or a whole row. Multiplied out are GPTQ with act-order, other groups, embeddings,
   heads, what stands outside the layers, and on a GPU everything in float16. MTP layers may be stored in the

@@ -170,13 +170,22 @@ RECURRENT = ("hybrid/ngram", "hybrid/draft", "hybrid/mtp", "hybrid/mtp+ngram")
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
     "int4": {"dtype": "bfloat16", "quantize": "int4"},
+    "w8a8": {"dtype": "bfloat16", "quantize": "int8", "activations": "int8"},
+    "w4a8": {"dtype": "bfloat16", "quantize": "int4", "activations": "int8"},
+    "w4a8 float32": {"dtype": "float32", "quantize": "int4", "activations": "int8"},
+    "w4a8 torch": {
+        "dtype": "float32",
+        "quantize": "int4",
+        "activations": "int8",
+        "kernels": "torch",
+    },
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "torch": {"dtype": "float32", "kernels": "torch"},
 }
 """Arithmetic of a run.
 
-C kernels run all but the last where there are any: on tiny models they take a fifth of torch's time.
+C kernels run all but torch's where there are any: on tiny models they take a fifth of torch's time.
 """
 LAGS = (0, 1, 2)
 DTYPES = ("float32", "bfloat16")
@@ -311,10 +320,25 @@ CELLS = [
         name=("draft", "one", *(f"{family}/ngram" for family in QUANTIZED_EXPERTS)),
         k=(2, 4),
         lag=(0, 1),
-        form=("int8", "int4"),
+        form=("int8", "int4", "w8a8", "w4a8"),
     ),
     # Types of GGUF that are kept packed, each as a family.
     *family_tables(tuple(GGUF_TYPES), ("draft", "ngram", "self"), k=(1, 2, 4, 8), slots=(1, 3)),
+    # Rows rounded to eight bits.
+    *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=("w8a8", "w4a8"), slots=(1, 3)),
+    *table(["some"], 0, name=(*METHODS, *HEADS), k=(1, 4), lag=LAGS, form=("w8a8", "w4a8")),
+    *table(["repeating", "mixed"], 0, name=MODEL_AND_LOOKUP, k=(3,), lag=LAGS, form=("w4a8",)),
+    *table(["some"], 0, name=RECURRENT, k=(4,), lag=LAGS, form=("w8a8", "w4a8"), slots=(3,)),
+    *table(["few"], 0, name=("ngram", "draft"), k=(3,), form=("w4a8 float32", "w4a8 torch")),
+    *table(
+        ["few"],
+        0,
+        name=[f"{type_name}/ngram" for type_name in GGUF_TYPES],
+        k=(4,),
+        lag=(0, 1),
+        form=("bfloat16",),
+        activations=("int8",),
+    ),
     # Lookup besides a model, and numbers of drafts that change.
     *table(["repeating"], 1, name=MODEL_AND_LOOKUP, **CHANGING_DRAFTS),
     *table(["repeating"], 1, name=("gemma4/assistant+ngram",), **CHANGING_DRAFTS),

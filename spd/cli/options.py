@@ -250,6 +250,9 @@ class ModelOptions(CommonOptions):
     quantize: Literal["none", "int8", "int4"] = _model_option(
         "none", "FORM", "int8, int4: round the layers' weights at load. Changes the text."
     )
+    activations: Literal["whole", "int8"] = _model_option(
+        "whole", "FORM", "int8: round activations too, on a CPU. Changes the text."
+    )
     kernels: Literal["auto", "torch", "native", "triton"] = advanced_option(
         "auto", "SET", "auto, torch, native or triton."
     )

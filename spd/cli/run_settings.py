@@ -59,6 +59,7 @@ ENGINE_OPTIONS = (
     "device",
     "dtype",
     "quantize",
+    "activations",
     "spec",
     "draft_max",
     "adaptive",

@@ -18,6 +18,8 @@ CODE_BITS: Mapping[CodeKind, int] = {
     "iq4": 4,
     "mx4": 4,
 }
+FLOAT_CODES: CodeKind = "e4m3"
+"""The kind whose codes are not whole numbers times a scale."""
 INT4_GROUP = 64
 """Columns that share a scale where weights are rounded to four bits at load."""
 SUPER_BLOCK = 256

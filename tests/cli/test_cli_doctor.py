@@ -143,7 +143,7 @@ def test_the_instructions_are_named_and_what_better_ones_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "find_compiler", lambda: ("gcc",))
-    for instruction_set in ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON", None):
+    for instruction_set in ("AVX2", "AVX512", "AVX512-VNNI", "AVX512-BF16", "AMX", "NEON", None):
         monkeypatch.setattr(
             build,
             "instructions",
@@ -151,7 +151,9 @@ def test_the_instructions_are_named_and_what_better_ones_give(
         )
         line = diagnostics.check_processor().line
         assert (f"C kernels for {instruction_set}" in line) == (instruction_set is not None)
-        assert ("AVX512-BF16 or AMX would" in line) == (instruction_set in ("AVX2", "AVX512"))
+        assert ("AVX512-BF16 or AMX would" in line) == (
+            instruction_set in ("AVX2", "AVX512", "AVX512-VNNI")
+        )
 
 
 @pytest.mark.parametrize(

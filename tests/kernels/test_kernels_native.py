@@ -347,6 +347,7 @@ PAIRS = ("-mavx512bf16", "-mavx512bw", "-mavx512vl")
 GIVEN = {
     "AMX": (*PAIRS, "-mamx-tile", "-mamx-bf16"),
     "AVX512-BF16": PAIRS,
+    "AVX512-VNNI": (*PAIRS[1:], "-mavx512vnni"),
     "AVX512": PAIRS[1:],
     "AVX2": ("-mavx2", "-mfma"),
     "NEON": ("-march=armv8-a",),

@@ -41,6 +41,16 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
     ({"graphs": True, "device": "cpu"}, IncompatibleError, "--graphs on captures"),
     ({"graphs": True, "kernels": "torch"}, IncompatibleError, "--graphs on captures"),
     ({"graphs": True, "kernels": "native"}, IncompatibleError, "torch or native rule"),
+    (
+        {"activations": "int8", "device": "cuda:1"},
+        IncompatibleError,
+        "--activations int8 is for a CPU",
+    ),
+    (
+        {"activations": "int8", "kernels": "triton"},
+        IncompatibleError,
+        "--activations int8 is for a CPU",
+    ),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "about a model that drafts"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp"),
     (

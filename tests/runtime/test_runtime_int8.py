@@ -115,6 +115,34 @@ def test_the_plan_states_how_weights_are_stored(tiny: Callable[..., Path]) -> No
     assert plan.need.weights < wide.need.weights and json.dumps(plan.as_dict())
 
 
+def test_the_plan_states_whether_activations_are_rounded(
+    tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = EngineConfig(model=tiny("qwen3"), device="cpu", quantize="int8", activations="int8")
+    plan = make_plan(config)
+    assert plan.as_dict()["activations"] == "int8" and plan.shape.form.rounds_rows
+    whole = make_plan(replace(config, activations="whole"))
+    assert whole.as_dict()["activations"] == "whole" and not whole.shape.form.rounds_rows
+    fp8 = write_twin(tiny(), tmp_path / "fp8")
+    for model, fix in ((config.model, "--quantize int8"), (fp8, "leave --activations out")):
+        with pytest.raises(IncompatibleError, match="weights in integer codes") as caught:
+            make_plan(replace(config, model=model, quantize="none"))
+        assert caught.value.fix[0] == fix
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rounded_activations_move_the_demos_logits_a_little(dtype: str) -> None:
+    """Between 0.1 and 5 per cent of their spread; C and torch agree up to their other operations."""
+    demo = demo_folder()
+    options = {"quantize": "int8", "dtype": dtype}
+    whole = demo_logits(demo, **options)
+    rounded = demo_logits(demo, activations="int8", **options)
+    by_torch = demo_logits(demo, activations="int8", kernels="torch", **options)
+    spread = whole.square().mean().sqrt()
+    assert 0.001 < (rounded - whole).square().mean().sqrt() / spread < 0.05
+    assert (by_torch - rounded).square().mean().sqrt() / spread < 0.03
+
+
 def test_quantized_weights_are_not_quantized_again(
     tiny: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -71,7 +71,16 @@ def requested_prompts(path: Path | None, category: str | None = None) -> tuple[P
 
 
 TOKENIZER_SAMPLE = 2000  # leading characters of each prompt, by which tokenizers are compared
-SHARED_FIELDS = ("device", "dtype", "quantize", "kernels", "memory_fraction", "threads", "load")
+SHARED_FIELDS = (
+    "device",
+    "dtype",
+    "quantize",
+    "activations",
+    "kernels",
+    "memory_fraction",
+    "threads",
+    "load",
+)
 """Fields that all engines share; the others are lists, with one engine per combination."""
 
 _sweep_option = partial(option, "What is compared")

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight, grouped_linear
+from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight
+from spd.kernels.linear.int8_activations import codes_linear
 from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.skinny_linear import plain_weight
@@ -113,7 +114,7 @@ class ExpertWeights(NamedTuple):
 def _linear(x: Tensor, weights: ExpertMatrices, bias: Tensor | None, expert: int) -> Tensor:
     """Return x [T, K] times one of the weights [E, N, K], plus its bias [N]."""
     if isinstance(weights, GroupedWeight):
-        product = grouped_linear(x, weights.select(expert))
+        product = codes_linear(x, weights.select(expert))
     else:
         product = F.linear(x, dequantize_matrices(weights, x.dtype)[expert])
     return product if bias is None else product + bias[expert].to(product.dtype)

@@ -1,8 +1,8 @@
 """Weights in four to eight bits with a scale a group of columns: stored packed, multiplied by wider
 rows.
 
-All quantized layouts of checkpoints are converted to this form. Activations are not rounded: W4A16
-and W8A16.
+All quantized layouts of checkpoints are converted to this form. Activations are not rounded, W4A16
+and W8A16, unless it is asked for: see `int8_activations`.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class GroupedWeight(Codes):
     minima: Tensor | None = None
     factors: Tensor | None = None
     minimum_factors: Tensor | None = None
+    rounds_rows: bool = False
+    """True if rows are rounded to eight bits before products; see `int8_activations`."""
 
     @property
     def shape(self) -> torch.Size:
@@ -336,5 +338,6 @@ def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None)
     Torch form: by the dequantized weight, in float32. Kernels scale each group's sum, in ascending
     order of groups.
     """
+    assert not weight.rounds_rows
     bias32 = None if bias is None else bias.float()
     return F.linear(x.float(), weight.plain(torch.float32), bias32).to(x.dtype)

@@ -30,6 +30,7 @@ SOURCES = (
     "attention.c",
     "experts.c",
     "linear.c",
+    "int8.c",
 )
 """Files that are compiled at the same time, those that take longest last."""
 COMPILERS = ("gcc", "cc")
@@ -48,11 +49,13 @@ FLAGS = (
     f"-DLARGEST_HEAD={LARGEST_HEAD}",
 )
 LIBRARIES = ("-lc", "-lm", "-lgcc")
-BF16_FEATURES = frozenset({"avx512_bf16", "avx512bw", "avx512vl"})
+AVX512_FEATURES = frozenset({"avx512f", "avx512bw", "avx512vl"})
+BF16_FEATURES = AVX512_FEATURES | {"avx512_bf16"}
 FEATURES = {
     "AMX": BF16_FEATURES | {"amx_tile", "amx_bf16"},
     "AVX512-BF16": BF16_FEATURES,
-    "AVX512": frozenset({"avx512f", "avx512bw", "avx512vl"}),
+    "AVX512-VNNI": AVX512_FEATURES | {"avx512_vnni"},
+    "AVX512": AVX512_FEATURES,
     "AVX2": frozenset({"avx2", "fma"}),
     "NEON": frozenset({"asimd"}),
 }
@@ -60,7 +63,8 @@ FEATURES = {
 INSTRUCTION_FLAGS: dict[str, tuple[str, ...]] = {
     "AMX": (),
     "AVX512-BF16": ("-DSPD_NO_AMX",),
-    "AVX512": ("-DSPD_NO_PAIRS",),
+    "AVX512-VNNI": ("-DSPD_NO_PAIRS",),
+    "AVX512": ("-DSPD_NO_PAIRS", "-DSPD_NO_VNNI"),
     "AVX2": ("-DSPD_AVX2", "-mno-avx512f"),
     "NEON": (),
 }

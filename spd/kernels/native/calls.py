@@ -43,6 +43,8 @@ ROUND_FIELDS = (
     "counter",
 )
 """The tensors of `RoundTensors`, in the order of round.c's structure."""
+INSTRUCTIONS = ("AVX2", "AVX512", "AVX512-VNNI", "AVX512-BF16", "AMX", "NEON")
+"""Sets of instructions, in the order of init.c."""
 STRUCTURES = {
     "pack": "2P2li",
     "pack_codes": "2P2l2i",
@@ -111,7 +113,7 @@ class NativeCalls(TorchKernels):
         number = library.spd_init()
         if number < 0:
             raise AmxRefused("the system does not grant AMX")
-        self.instructions = ("AVX2", "AVX512", "AVX512-BF16", "AMX", "NEON")[number]
+        self.instructions = INSTRUCTIONS[number]
         self.dtype = dtype
         self.library = library
         self.calls: list[Step] | None = None

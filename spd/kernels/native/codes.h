@@ -2,99 +2,13 @@
 
    Codes become numbers that elements hold exactly; each group's sum, in ascending depth, is scaled in float32, and
    groups are added in ascending order. Rows never choose another order. A minimum is what each number of a group is
-   less by: the sum of the row's own elements, times that, is taken off behind the scaled sum.
-
-   Codes lie as tiles do, [blocks][steps], sixteen lanes of 32 bits at a time, a column's each. A step of four bits is
-   8 x 16 lanes: lane z, bits 4 n + 16 s, hold side n % 2 at depth 2 (2 z + n / 2) + s. Of five bits the fifth stand
-   behind them, 2 x 16 lanes: lane z / 4, bit 16 s + 4 (z % 4) + n; of six bits the upper two, 4 x 16 lanes: lane z / 2,
-   bits 16 s + 8 (z % 2) + 2 n. A step of eight bits is 16 x 16 lanes: lane z, bits 8 (2 side + s), hold depth 2 z + s.
-   Scales, zeros and minima lie [blocks][groups][32], their factors [blocks][depth / 256][32]. */
+   less by: the sum of the row's own elements, times that, is taken off behind the scaled sum. */
 
 #ifndef SPD_CODES_H
 #define SPD_CODES_H
 
+#include "int8.h"
 #include "product.h"
-
-enum { ELEMENTS, INT4, INT8, E2M1, E4M3, INT5, INT6, IQ4, MX4 };
-enum { BFLOAT16, FLOAT32, FLOAT16, EXPONENTS, BYTES };
-enum { LANES = 64, PANEL = 4, SUPER = 256 };
-
-/* scale_kind: BFLOAT16, FLOAT32, FLOAT16; EXPONENTS: bytes e for 2^(e - 128); BYTES: 128 more than a whole number, times
-   a factor float16 of `SUPER` columns. Minima are of the same kind, and of groups of 32. */
-typedef struct {
-    const void *tiles; /* elements, or codes */
-    const void *scales;
-    const uint8_t *zeros;
-    const void *minima;
-    const bf16 *factors, *minimum_factors;
-    long group, groups, steps;
-    int kind, scale_kind;
-} Weight;
-
-/* Whether four bits of each code lie in pairs. */
-static inline int is_paired(int kind) { return kind != INT8 && kind != E4M3; }
-static inline int upper_bits(int kind) { return kind == INT5 ? 1 : kind == INT6 ? 2 : 0; }
-static inline long step_bytes(int kind) { return (is_paired(kind) ? 8 + 2 * upper_bits(kind) : 16) * LANES; }
-
-/* What stands for 0 where there are neither zero points nor minima. */
-static inline float middle_of(const Weight *w)
-{
-    if (w->minima) return 0.0f;
-    return w->kind == INT4 ? 8.0f : w->kind == INT5 ? 16.0f : w->kind == INT6 ? 32.0f : 128.0f;
-}
-
-#define OF_IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-#define OF_MX4 0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12
-#define OF_E2M1 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6
-#define OF_INT4 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
-
-/* Numbers of float16; what is not finite becomes infinite. */
-INLINE vec of_float16(const bf16 *p)
-{
-    ints x = as_ints(widened(halves(p, SIDE)));
-    vec size = vmul(as_vec(right(masked(x, 0x7fff0000), 3)), vall(0x1p112f));
-    size = vselect(vmore(size, vall(65504.0f)), vall(__builtin_inff()), size);
-    return as_vec(either(as_ints(size), masked(x, INT32_MIN)));
-}
-
-/* What both sides' scales and minima are multiplied by, where they are bytes. */
-typedef struct {
-    vec scale[2], minimum[2];
-} Factors;
-
-/* The factors of a group, which those behind it in the same `SUPER` columns have too. */
-INLINE void load_factors(const Weight *w, long at, Factors *f)
-{
-    if (w->scale_kind != BYTES) return;
-    long place = (at >> (w->group < DEPTH ? 4 : 3)) * WIDTH;
-    for (int side = 0; side < 2; side++) {
-        f->scale[side] = of_float16(w->factors + place + side * SIDE);
-        if (w->minima) f->minimum[side] = of_float16(w->minimum_factors + place + side * SIDE);
-    }
-}
-
-static inline int begins_super(const Weight *w, long group) { return group % (w->group < DEPTH ? 16 : 8) == 0; }
-
-/* A group's scales or minima of columns 16 side on. */
-INLINE vec scaled_by(const Weight *w, const void *numbers, vec factor, long at, int side)
-{
-    long place = at * WIDTH + side * SIDE;
-    if (w->scale_kind == FLOAT32) return loadf((const float *)numbers + place, SIDE);
-    if (w->scale_kind == BFLOAT16) return widened(halves((const bf16 *)numbers + place, SIDE));
-    if (w->scale_kind == FLOAT16) return of_float16((const bf16 *)numbers + place);
-    vec number = vsub(of_bytes((const uint8_t *)numbers + place), vall(128.0f));
-    if (w->scale_kind == EXPONENTS) return vscaled(vall(1.0f), vmax(number, vall(-126.0f)));
-    return vmul(factor, number);
-}
-
-INLINE vec scales_of(const Weight *w, const Factors *f, long at, int side)
-{
-    return scaled_by(w, w->scales, f->scale[side], at, side);
-}
-INLINE vec minima_of(const Weight *w, const Factors *f, long at, int side)
-{
-    return scaled_by(w, w->minima, f->minimum[side], at, side);
-}
 
 /* What codes in the lower bits of lanes stand for. */
 INLINE vec number(ints x, const int kind, vec zero)
@@ -123,12 +37,12 @@ static inline void place_pair(element *tile, int j, vec first, vec second)
 #endif
 }
 
-/* The upper bits of codes in the lower bits x of lanes: side n % 2 of lane z, half s. */
-INLINE ints with_upper(ints x, const uint8_t *codes, const int kind, int z, int n, int s)
+/* Codes with the lower bits x of lane z, of one of its bytes. */
+INLINE ints with_upper(ints x, const uint8_t *codes, const int kind, int z, int byte, int side)
 {
     const int bits = kind == INT5 ? 1 : 2, lanes = 4 / bits;
     ints upper = loadi(codes + (8 + z / lanes) * LANES);
-    upper = masked(right(upper, (unsigned)(16 * s + 4 * bits * (z % lanes) + bits * n)), (1 << bits) - 1);
+    upper = masked(right(upper, (unsigned)(8 * byte + bits * (2 * (z % lanes) + side))), (1 << bits) - 1);
     return either(masked(x, 15), left_by(upper, 4));
 }
 
@@ -137,12 +51,12 @@ INLINE void decode_kind(
 {
     for (int j = from; j < to; j++)
         for (int side = 0; side < 2; side++) {
-            int paired = is_paired(kind), at = paired ? 4 * (j % 2 * 2 + side) : 16 * side;
-            ints x = loadi(codes + (paired ? j / 2 : j) * LANES);
-            ints first = right(x, (unsigned)at), second = right(x, (unsigned)(at + (paired ? 16 : 8)));
+            int z = j / 2, byte = j % 2, paired = is_paired(kind), at = 8 * byte + (paired ? 4 * side : 0);
+            ints x = loadi(codes + (paired ? z : 2 * z + side) * LANES);
+            ints first = right(x, (unsigned)at), second = right(x, (unsigned)(at + 16));
             if (kind == INT5 || kind == INT6) {
-                first = with_upper(first, codes, kind, j / 2, j % 2 * 2 + side, 0);
-                second = with_upper(second, codes, kind, j / 2, j % 2 * 2 + side, 1);
+                first = with_upper(first, codes, kind, z, byte, side);
+                second = with_upper(second, codes, kind, z, byte + 2, side);
             }
             place_pair(tiles + side * TILE, j, number(first, kind, zeros[side]), number(second, kind, zeros[side]));
         }
@@ -189,10 +103,14 @@ static inline int is_fused(const Weight *w)
 #define SPD_FUSED 0
 #endif
 
-/* One row x [depth] into its place in what is multiplied by a weight; see place_row. */
+/* One row x [depth] into its place in what is multiplied by a weight; see place_row and place_int8. */
 static void place_left(
     const Weight *w, const element *x, const float *norm, float epsilon, long depth, Rows rows, long row)
 {
+    if (w->rounds_rows) {
+        place_int8(x, norm, epsilon, depth, w, rows.left, row);
+        return;
+    }
     Left *left = rows.left + left_row(row, w->steps);
     place_row(x, norm, epsilon, depth, left);
     if (w->minima)
@@ -217,6 +135,11 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
     Factors factors = {0};
     for (long top = 0, count; top < rows; top += count) {
         count = rows - top < ROOM ? rows - top : ROOM;
+        if (w->rounds_rows) {
+            int8_product(left, top, count, w, codes, index * groups, total);
+            finish(ending, total, block, top, count);
+            continue;
+        }
 #if SPD_FUSED
         /* the tiles' sums are the same: with pairs, many rows are worth decoding once */
         if (is_fused(w) && (!SPD_PAIRS || halved || count <= SIDE)) {

@@ -30,11 +30,11 @@ INLINE __m512i whole_codes(__m512i x, const uint8_t *step, const int bits, int z
 {
     __m512i code = _mm512_srli_epi16(x, 4 * (unsigned)n);
     if (bits == 4) return code;
-    const int each = bits - 4, lanes = 4 / each;
+    const int each = bits - 4, lanes = 4 / each, at = 8 * (n / 2) + each * (n % 2);
     __m512i upper = _mm512_loadu_si512(step + (8 + z / lanes) * LANES);
-    upper = _mm512_srl_epi16(upper, _mm_cvtsi32_si128(4 * each * (z % lanes)));
-    if (each * n <= 4) upper = _mm512_slli_epi16(upper, 4 - (unsigned)(each * n));
-    else upper = _mm512_srli_epi16(upper, (unsigned)(each * n) - 4);
+    upper = _mm512_srl_epi16(upper, _mm_cvtsi32_si128(2 * each * (z % lanes)));
+    if (at <= 4) upper = _mm512_slli_epi16(upper, (unsigned)(4 - at));
+    else upper = _mm512_srli_epi16(upper, (unsigned)(at - 4));
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), code, upper, 0xca); /* the code where 15 has bits */
 }
 
@@ -52,12 +52,12 @@ INLINE void add_pairs_of(RowSums sums, const int count, const int side, const bf
     }
 }
 
-/* Bytes in a column's lane, 128 less, as pairs of bfloat16: those of one side. */
-INLINE __m512i pairs_of_bytes(__m512i x, const int side)
+/* Bytes `first_byte` and `first_byte` + 2 of a column's lane, 128 less, as pairs of bfloat16. */
+INLINE __m512i pairs_of_bytes(__m512i x, const int first_byte)
 {
     const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000);
-    __m512i first = _mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 16 * (unsigned)side), 24);
-    __m512i second = _mm512_srai_epi32(_mm512_slli_epi32(x, 16 - 16 * (unsigned)side), 24);
+    __m512i first = _mm512_srai_epi32(_mm512_slli_epi32(x, 24 - 8 * (unsigned)first_byte), 24);
+    __m512i second = _mm512_srai_epi32(_mm512_slli_epi32(x, 8 - 8 * (unsigned)first_byte), 24);
     first = _mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(first)), 16);
     second = _mm512_castps_si512(_mm512_cvtepi32_ps(second));
     return _mm512_ternarylogic_epi32(upper, second, first, 0xca); /* the second one's where `upper` has bits */
@@ -69,7 +69,7 @@ INLINE void codes_rows(const bf16 *a, const float *row_sums, const int count, co
 {
     const __m512i table = numbers_of(w, 0), low = _mm512_set1_epi16(15);
     const __m512i more = bits == 6 ? numbers_of(w, DEPTH) : table, signs = _mm512_set1_epi8((char)0x80);
-    const int halved = w->group < DEPTH, lanes = bits == 8 ? 16 : 8, in_registers = count <= 4;
+    const int halved = w->group < DEPTH, in_registers = count <= 4;
     const long size = step_bytes(w->kind);
     RowSums totals;
     Factors factors = {0};
@@ -81,7 +81,7 @@ INLINE void codes_rows(const bf16 *a, const float *row_sums, const int count, co
         }
     for (long g = 0; g < w->groups; g++) {
         long k = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH);
-        int from = halved && g % 2 ? lanes / 2 : 0, to = halved && g % 2 == 0 ? lanes / 2 : lanes;
+        int from = halved && g % 2 ? 4 : 0, to = halved && g % 2 == 0 ? 4 : 8;
         RowSums sums;
         if (begins_super(w, g)) load_factors(w, at + g, &factors);
         __m512i zeros[2];
@@ -91,15 +91,18 @@ INLINE void codes_rows(const bf16 *a, const float *row_sums, const int count, co
         for (last = last < w->steps ? last : w->steps; k < last; k++)
             for (int z = from; z < to; z++) {
                 const uint8_t *step = codes + k * size, *lane = step + z * LANES;
-                const bf16 *own = a + k * TILE + z * (DEPTH / lanes);
+                const bf16 *own = a + k * TILE + z * 4;
+#pragma GCC unroll 2
+                for (int side = 0; bits == 8 && side < 2; side++) {
+                    const uint8_t *of_side = step + (2 * z + side) * LANES;
+                    __m512i x = _mm512_xor_si512(_mm512_loadu_si512(of_side), signs);
+                    _mm_prefetch((const char *)of_side + 4096, _MM_HINT_T0);
+                    add_pairs_of(sums, count, side, own, pairs_of_bytes(x, 0));
+                    add_pairs_of(sums, count, side, own + 2, pairs_of_bytes(x, 1));
+                }
+                if (bits == 8) continue;
                 __m512i x = _mm512_loadu_si512(lane);
                 _mm_prefetch((const char *)lane + 4096, _MM_HINT_T0);
-                if (bits == 8) {
-                    x = _mm512_xor_si512(x, signs);
-                    add_pairs_of(sums, count, 0, own, pairs_of_bytes(x, 0));
-                    add_pairs_of(sums, count, 1, own, pairs_of_bytes(x, 1));
-                    continue;
-                }
                 if (bits > 4 && z % (8 - bits) == 0)
                     _mm_prefetch((const char *)step + (8 + z * (bits - 4) / 4) * LANES + 4096, _MM_HINT_T0);
 #pragma GCC unroll 4

@@ -63,22 +63,23 @@ static void pack_codes(const void *work, Share *share, int member)
             for (int column = 0; column < SIDE; column++) {
                 long row = row_of(p->width, p->gated, block, side, column);
                 for (long d = 0; row >= 0 && d < p->depth; d++) {
-                    uint8_t *lane = to + d / DEPTH * size + column * 4;
-                    int j = (int)(d % DEPTH) / 2, second = (int)d % 2;
-                    if (paired) {
-                        long place = row * p->depth + d;
-                        int code = upper ? p->codes[place] : p->codes[place / 2] >> 4 * (d % 2), n = j % 2 * 2 + side;
-                        int z = j / 2, bit = 4 * upper * (z % lanes) + upper * n;
-                        lane[z * LANES + 2 * second + n / 2] |= (uint8_t)((code & 15) << 4 * (n % 2));
-                        if (upper)
-                            lane[(8 + z / lanes) * LANES + 2 * second + bit / 8] |= (uint8_t)(code >> 4 << bit % 8);
-                    } else lane[j * LANES + 2 * side + second] = p->codes[row * p->depth + d];
+                    int z = (int)(d % DEPTH) / 4;
+                    uint8_t *own = to + d / DEPTH * size + column * 4 + d % 2 * 2 + d % 4 / 2;
+                    long place = row * p->depth + d;
+                    if (!paired) {
+                        own[(2 * z + side) * LANES] = p->codes[place];
+                        continue;
+                    }
+                    int code = upper ? p->codes[place] : p->codes[place / 2] >> 4 * (d % 2);
+                    own[z * LANES] |= (uint8_t)((code & 15) << 4 * side);
+                    if (upper)
+                        own[(8 + z / lanes) * LANES] |= (uint8_t)(code >> 4 << upper * (2 * (z % lanes) + side));
                 }
             }
     }
 }
 
-/* Lay codes [width][depth], two in a byte where a kind has four bits, out as codes.h says; see `spd_pack`. */
+/* Lay codes [width][depth], two in a byte where a kind has four bits, out as weight.h says; see `spd_pack`. */
 void spd_pack_codes(const CodePacking *p, long threads)
 {
     share_out(pack_codes, p, column_blocks(p->width, p->gated ? SILU : TO_ELEMENT), INFINITY, threads);

@@ -29,7 +29,7 @@ SUM_BYTES = 4 * TILE_SIDE
 """Bytes of the row sums of a left-side tile."""
 LARGE_PAGE = 1 << 21
 """Bytes of a large page."""
-WEIGHT_FORMAT = "6P3l2i"
+WEIGHT_FORMAT = "6P3l2il"
 """`PackedWeight.fields` in the notation of the module struct."""
 CODE_KINDS = tuple(CODE_BITS)
 """The kinds of codes, numbered from 1 as in codes.h."""
@@ -67,6 +67,8 @@ class PackedWeight:
     kind: int = 0
     group: int = 0
     groups: int = 0
+    rounds_rows: bool = False
+    """True if rows are rounded to eight bits before products."""
     quant_parameters: Mapping[str, Tensor] = field(default_factory=dict)
     """Scales and the like of codes, by `QUANT_PARAMETERS`, each [count, blocks, groups, 32]."""
     further_pieces: tuple[PackedWeight, ...] = ()
@@ -92,7 +94,8 @@ class PackedWeight:
         """Return the members of the weight's C structure: see codes.h."""
         parameters = (self.quant_parameters.get(name) for name in QUANT_PARAMETERS)
         steps = ceil_div(self.depth, TILE_DEPTH)
-        return (self.tiles, *parameters, self.group, self.groups, steps, self.kind, self.scale_kind)
+        sizes = (self.group, self.groups, steps)
+        return (self.tiles, *parameters, *sizes, self.kind, self.scale_kind, self.rounds_rows)
 
 
 AnyMatrix = Tensor | GroupedWeight | StackedWeight

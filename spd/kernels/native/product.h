@@ -3,9 +3,9 @@
 #ifndef SPD_PRODUCT_H
 #define SPD_PRODUCT_H
 
-#include "tiles.h"
+#include "weight.h"
 
-enum { WIDTH = 2 * SIDE, ROOM = 256, AHEAD = SPD_WIDE ? 6 : 2 };
+enum { ROOM = 256, AHEAD = SPD_WIDE ? 6 : 2 };
 enum { TO_ELEMENT, TO_FLOAT, RELU2, SILU, GELU, SWIGLU }; /* from SILU on the first half of the columns are gates */
 
 /* Blocks of a weight's columns: of 32, or of 16 gates and what goes with them. */

@@ -83,6 +83,7 @@ class NativeProducts(NativeCalls):
             kind=kind,
             group=group,
             groups=groups,
+            rounds_rows=weight.rounds_rows,
             quant_parameters=parameters,
         )
 

@@ -9,7 +9,8 @@
 #include <stdint.h>
 #include <string.h>
 
-/* SPD_WIDE: registers have 16 lanes. SPD_PAIRS: elements are bfloat16, and the processor multiplies pairs of them. */
+/* SPD_WIDE: registers have 16 lanes. SPD_PAIRS: elements are bfloat16, and the processor multiplies pairs of them.
+   SPD_VNNI: it multiplies fours of bytes. */
 #if !defined(SPD_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define SPD_WIDE 1
 #elif (defined(__AVX2__) && defined(__FMA__)) || defined(__aarch64__)
@@ -21,6 +22,11 @@
 #define SPD_PAIRS 1
 #else
 #define SPD_PAIRS 0
+#endif
+#if SPD_WIDE && defined(__AVX512VNNI__) && !defined(SPD_NO_VNNI)
+#define SPD_VNNI 1
+#else
+#define SPD_VNNI 0
 #endif
 #ifdef __aarch64__
 #include <arm_neon.h>
@@ -44,7 +50,12 @@ enum { SIDE = 16 };
    is 0. vec and ints: lanes of numbers, and of whole ones. between: which of the numbers first, first + 1, ... lie in
    low to last. vscaled: x * 2^power for whole powers from -126 to 252; vbelow_infinity: so that a power that is too
    large is one that can be made, and NaN stays. vexponent and vmantissa, of positive normal numbers:
-   x = mantissa * 2^exponent, the mantissa from 1 to 2. */
+   x = mantissa * 2^exponent, the mantissa from 1 to 2.
+
+   Products of bytes: `dot` adds, in each lane, the products of its four bytes with four of a row to a partial sum, which
+   `begun` makes of a whole one and `ended` adds to it. With EXACT_PARTS a partial sum holds any number of products; else
+   two sums of 16 bits, which `lanes_at_once` in int8.c keeps in range. The row's bytes are signed; those of lanes are
+   not, but with SIGNED_BYTES where `is_signed`. MOST_INT8_ROWS: rows whose sums fit the registers. */
 
 #if SPD_WIDE
 #include "vector_avx512.h"

@@ -108,3 +108,39 @@ static inline __m256 eight_of_table(const float *table, __m256i x)
     return _mm256_blendv_ps(below, above, _mm256_castsi256_ps(_mm256_slli_epi32(x, 28)));
 }
 EACH(vec, of_table, eight_of_table(table, x.q[i]), const float *table, ints x)
+
+/* Sums of products of bytes: see vector.h. */
+EACH(ints, alli, _mm256_set1_epi32(x), int32_t x)
+EACH(ints, times, _mm256_mullo_epi32(x.q[i], y.q[i]), ints x, ints y)
+EACH(ints, flipped, _mm256_xor_si256(x.q[i], _mm256_set1_epi32(bits)), ints x, int32_t bits)
+EACH(ints, nearest_ints, _mm256_cvtps_epi32(x.q[i]), vec x)
+static inline void save_bytes(int8_t *p, ints x)
+{
+    __m256i halves_of = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.q[0], x.q[1]), 0xd8);
+    __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves_of), _mm256_extracti128_si256(halves_of, 1));
+    _mm_storeu_si128((__m128i *)p, bytes);
+}
+static inline __m256i table_twice(const int8_t *table)
+{
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+}
+EACH(ints, bytes_of_table, _mm256_shuffle_epi8(table_twice(table), x.q[i]), const int8_t *table, ints x)
+enum { MOST_INT8_ROWS = 4, SIGNED_BYTES = 1, EXACT_PARTS = 0 };
+EACH(ints, begun, ((void)sum, _mm256_setzero_si256()), ints sum)
+EACH(ints, ended, _mm256_add_epi32(sum.q[i], _mm256_madd_epi16(part.q[i], _mm256_set1_epi16(1))), ints sum, ints part)
+/* Four bytes, in every lane. */
+static inline __m256i all_four(const int8_t *p)
+{
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+INLINE __m256i eight_dot(__m256i part, __m256i bytes, __m256i four, const int is_signed)
+{
+    if (is_signed) {
+        four = _mm256_sign_epi8(four, bytes);
+        bytes = _mm256_abs_epi8(bytes);
+    }
+    return _mm256_add_epi16(part, _mm256_maddubs_epi16(bytes, four));
+}
+EACH(ints, dot, eight_dot(part.q[i], bytes.q[i], all_four(four), is_signed), ints part, ints bytes, const int8_t *four, const int is_signed)

@@ -74,3 +74,49 @@ static inline __m256 folded(vec x)
 {
     return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
 }
+
+/* Sums of products of bytes: see vector.h. */
+static inline ints alli(int32_t x) { return _mm512_set1_epi32(x); }
+static inline ints times(ints x, ints y) { return _mm512_mullo_epi32(x, y); }
+static inline ints flipped(ints x, int32_t bits) { return _mm512_xor_si512(x, _mm512_set1_epi32(bits)); }
+static inline ints nearest_ints(vec x) { return _mm512_cvtps_epi32(x); }
+static inline void save_bytes(int8_t *p, ints x) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(x)); }
+static inline ints bytes_of_table(const int8_t *table, ints x)
+{
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), x);
+}
+/* Four bytes, in every lane. */
+static inline ints four_of(const int8_t *p)
+{
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+enum { MOST_INT8_ROWS = 8 };
+#if SPD_VNNI
+enum { SIGNED_BYTES = 0, EXACT_PARTS = 1 };
+INLINE ints begun(ints sum) { return sum; }
+INLINE ints ended(ints sum, ints part) { return (void)sum, part; }
+INLINE ints dot(ints part, ints bytes, const int8_t *four, const int is_signed)
+{
+    (void)is_signed; /* compilers would keep what they broadcast, for which registers do not suffice */
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(part) : "v"(bytes), "m"(*(const int32_t(*)[1])four));
+    return part;
+}
+#else
+enum { SIGNED_BYTES = 1, EXACT_PARTS = 0 };
+INLINE ints begun(ints sum) { return (void)sum, _mm512_setzero_si512(); }
+INLINE ints ended(ints sum, ints part)
+{
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(part, _mm512_set1_epi16(1)));
+}
+INLINE ints dot(ints part, ints bytes, const int8_t *numbers, const int is_signed)
+{
+    ints four = four_of(numbers);
+    if (is_signed) {
+        four = _mm512_mask_sub_epi8(four, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), four);
+        bytes = _mm512_abs_epi8(bytes);
+    }
+    return _mm512_add_epi16(part, _mm512_maddubs_epi16(bytes, four));
+}
+#endif

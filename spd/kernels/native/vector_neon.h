@@ -115,3 +115,38 @@ static inline float32x4_t four_of_table(uint8x16x4_t table, uint32x4_t x)
     return vreinterpretq_f32_u8(vqtbl4q_u8(table, vreinterpretq_u8_u32(x)));
 }
 EACH(vec, of_table, four_of_table(vld1q_u8_x4((const uint8_t *)table), x.q[i]), const float *table, ints x)
+
+/* Sums of products of bytes: see vector.h. */
+EACH(ints, alli, vreinterpretq_u32_s32(vdupq_n_s32(x)), int32_t x)
+EACH(ints, times, vmulq_u32(x.q[i], y.q[i]), ints x, ints y)
+EACH(ints, flipped, veorq_u32(x.q[i], vdupq_n_u32((uint32_t)bits)), ints x, int32_t bits)
+EACH(ints, nearest_ints, vreinterpretq_u32_s32(vcvtnq_s32_f32(x.q[i])), vec x)
+static inline void save_bytes(int8_t *p, ints x)
+{
+    uint16x8_t low = vcombine_u16(vmovn_u32(x.q[0]), vmovn_u32(x.q[1]));
+    uint16x8_t high = vcombine_u16(vmovn_u32(x.q[2]), vmovn_u32(x.q[3]));
+    vst1q_u8((uint8_t *)p, vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+}
+static inline uint32x4_t four_looked_up(int8x16_t table, uint32x4_t x)
+{
+    return vreinterpretq_u32_s8(vqtbl1q_s8(table, vreinterpretq_u8_u32(x)));
+}
+EACH(ints, bytes_of_table, four_looked_up(vld1q_s8(table), x.q[i]), const int8_t *table, ints x)
+enum { MOST_INT8_ROWS = 4, SIGNED_BYTES = 1, EXACT_PARTS = 1 };
+INLINE ints begun(ints sum) { return sum; }
+INLINE ints ended(ints sum, ints part) { return (void)sum, part; }
+INLINE uint32x4_t four_dot(uint32x4_t part, uint32x4_t bytes, const int8_t *four)
+{
+    int32_t x;
+    memcpy(&x, four, sizeof x);
+    int8x16_t own = vreinterpretq_s8_s32(vdupq_n_s32(x)), other = vreinterpretq_s8_u32(bytes);
+    int32x4_t sum = vreinterpretq_s32_u32(part);
+#ifdef __ARM_FEATURE_DOTPROD
+    return vreinterpretq_u32_s32(vdotq_s32(sum, other, own));
+#else
+    int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(other), vget_low_s8(own)));
+    int32x4_t high = vpaddlq_s16(vmull_high_s8(other, own));
+    return vreinterpretq_u32_s32(vaddq_s32(sum, vpaddq_s32(low, high)));
+#endif
+}
+EACH(ints, dot, ((void)is_signed, four_dot(part.q[i], bytes.q[i], four)), ints part, ints bytes, const int8_t *four, const int is_signed)

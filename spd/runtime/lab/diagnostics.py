@@ -188,7 +188,7 @@ def check_processor() -> Finding:
         if obstacle_reason is None
         else f"torch's slower kernels: {obstacle_reason}"
     )
-    if obstacle_reason is None and instruction_set in ("AVX2", "AVX512"):
+    if obstacle_reason is None and instruction_set in ("AVX2", "AVX512", "AVX512-VNNI"):
         kernels += " (AVX512-BF16 or AMX would verify drafts at less cost)"
     line = " · ".join([facts["cpu"], kernels, threads])
     fix = (

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import Activation
-from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
+from spd.kernels.linear.few_bits import GroupedWeight
+from spd.kernels.linear.int8_activations import codes_linear
 from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import (
@@ -94,12 +95,12 @@ class GroupedProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [T, K] Wᵀ + bias: [T, N]."""
-        return grouped_linear(x, self.weight, self.bias)
+        return codes_linear(x, self.weight, self.bias)
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Return the rounding error of y [T, N], the product of x."""
         bias = None if self.bias is None else self.bias.float()
-        return grouped_linear(x.float(), self.weight, bias) - y.float()
+        return codes_linear(x.float(), self.weight, bias) - y.float()
 
 
 def can_prepack(weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spd.errors import IncompatibleError
-from spd.kernels.capabilities import INT4_GROUP
+from spd.kernels.capabilities import FLOAT_CODES, INT4_GROUP
 from spd.kernels.experts.moe import ExpertMatrices
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import Activation
@@ -176,6 +176,7 @@ class WeightAllocator:
             minima=parameters.get("minima"),
             factors=parameters.get("factors"),
             minimum_factors=parameters.get("minimum_factors"),
+            rounds_rows=self.execution.form.rounds_rows and spec.kind != FLOAT_CODES,
         )
 
     def _register_views(
@@ -370,13 +371,16 @@ class LayerBuilder:
             return grouped
         if kind == "int4" and weight.shape[1] % INT4_GROUP == 0:
             groups = quantize_int4(weight)
-            return groups.plain(self.dtype) if self.form.widened else groups
+            if self.form.widened:
+                return groups.plain(self.dtype)
+            return replace(groups, rounds_rows=self.form.rounds_rows)
         if kind != "int8":
             return weight
         full_magnitudes = (
             self.ranks.gather(row_magnitudes(weight)).amax(dim=0) if cut and self.ranks else None
         )
-        return quantize_int8(weight, full_magnitudes)
+        rounded = quantize_int8(weight, full_magnitudes)
+        return replace(rounded, rounds_rows=self.form.rounds_rows)
 
     def reorder(
         self, tensors: BlockTensors, name: str, order: list[int], part: slice = slice(None)

@@ -19,7 +19,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.quantized import UNUSED_SUFFIXES
-from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, SUPER_BLOCK, CodeKind
+from spd.kernels.capabilities import CODE_BITS, FLOAT_CODES, INT4_GROUP, SUPER_BLOCK, CodeKind
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
 from spd.runtime.models.parameters import UNSHARDED, Cut, ParameterSpec, Shape, Shard, SourceTensor
@@ -369,12 +369,21 @@ class WeightForm:
     packed: Mapping[str, PackedSpec] = field(default_factory=dict, hash=False)
     packs_tables: bool = False
     """True if the embedding and the head may be among the packed matrices."""
+    rounds_rows: bool = False
+    """True if rows are rounded to eight bits before products with integer codes."""
 
     @property
     def main_kind(self) -> str:
         """Return the storage of most matrices."""
         dtypes = [spec.kind for spec in self.packed.values()]
         return max(dict.fromkeys(dtypes), key=dtypes.count, default=self.kind)
+
+    @property
+    def has_integer_codes(self) -> bool:
+        """True if a matrix is stored in codes that stand for whole numbers times a scale."""
+        if self.kind == "packed":
+            return any(spec.kind != FLOAT_CODES for spec in self.packed.values())
+        return self.kind != "wide" and not self.widened
 
     def find_packed_spec(self, parameter: ParameterSpec, prefix: str) -> PackedSpec | None:
         """Return the storage of a parameter in codes, None where it has none.

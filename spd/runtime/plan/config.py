@@ -51,6 +51,7 @@ VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
 QUANTIZE = ("none", "int8", "int4")
+ACTIVATIONS = ("whole", "int8")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
+    activations: str = "whole"
     spec: str = "auto"
     draft_max: int | None = None
     adaptive: bool | None = None
@@ -104,6 +106,7 @@ class EngineConfig:
             ("--verify", self.verify, VERIFY_RULES),
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZE),
+            ("--activations", self.activations, ACTIVATIONS),
             ("--kernels", self.kernels, KERNELS),
             ("--load", self.load, ("auto", "dummy")),
         ):
@@ -224,6 +227,12 @@ CLASHES = (
         lambda c: bool(c.graphs) and (c.device == "cpu" or c.kernels in ("torch", "native")),
         "--graphs on captures Triton kernels, which --device cpu and --kernels torch or native rule out",
         ["--graphs auto"],
+        kind=IncompatibleError,
+    ),
+    Clash(
+        lambda c: c.activations == "int8" and (c.device[:4] == "cuda" or c.kernels == "triton"),
+        "--activations int8 is for a CPU, and --device cuda or --kernels triton asks for a GPU's kernels",
+        ["leave --activations out", "--device cpu --kernels auto"],
         kind=IncompatibleError,
     ),
     Clash(

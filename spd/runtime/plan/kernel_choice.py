@@ -6,6 +6,7 @@ Also the form of the weights, which follows from the request, the stored form an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 from spd.errors import IncompatibleError, ResourceError
@@ -134,6 +135,22 @@ def _choose_native(
     )
 
 
+def check_activations(config: EngineConfig, machine: Machine, form: WeightForm) -> None:
+    """Raise IncompatibleError where rows cannot be rounded to eight bits as requested.
+
+    form: of the target's weights; a drafter without integer codes keeps whole activations.
+    """
+    if config.activations == "whole":
+        return
+    if not machine.on_cpu:
+        message = "--activations int8 is for a CPU, and this model would run on a GPU"
+        raise IncompatibleError(message, fix=["leave --activations out", "--device cpu"])
+    if not form.has_integer_codes:
+        message = "--activations int8 is for weights in integer codes, and these have none"
+        fix = ["--quantize int8", "--quantize int4", "leave --activations out"]
+        raise IncompatibleError(message, fix=fix if form.kind == "wide" else fix[2:])
+
+
 def choose_form(
     model: ModelConfig,
     folder: ModelFolder,
@@ -146,6 +163,15 @@ def choose_form(
 
     Reads the checkpoint's headers only where its weights are quantized.
     """
+    form, reason = _stored_form(model, folder, config, kernels, dtype)
+    rounds_rows = config.activations == "int8" and machine.on_cpu and form.has_integer_codes
+    return replace(form, rounds_rows=rounds_rows), reason
+
+
+def _stored_form(
+    model: ModelConfig, folder: ModelFolder, config: EngineConfig, kernels: str, dtype: str
+) -> tuple[WeightForm, str]:
+    """Return the form of a folder's weights and the reason for it, with whole activations."""
     types = () if folder.gguf is None else folder.gguf.packed_types
     if config.quantize != "none":
         if model.quantization is not None or types:
@@ -222,7 +248,7 @@ def _packed_form(
         packed[f"{stem}.weight"] = PackedSpec(
             scheme.code_kind, scheme.group_size, not scheme.symmetric, kind
         )
-    reason = f"{quantization.method} weights are multiplied as stored, activations are not rounded"
+    reason = f"{quantization.method} weights are multiplied as stored"
     if odd_count:
         reason += f"; {odd_count} with act-order or odd groups are multiplied out"
     return (WeightForm("packed", packed=packed), reason) if packed else (WIDE, reason)

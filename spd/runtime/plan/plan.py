@@ -24,7 +24,12 @@ from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import WIDE, WeightForm
 from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
-from spd.runtime.plan.kernel_choice import choose_form, choose_kernels, native_obstacle
+from spd.runtime.plan.kernel_choice import (
+    check_activations,
+    choose_form,
+    choose_kernels,
+    native_obstacle,
+)
 from spd.runtime.plan.machine import Machine, find_machine
 from spd.runtime.plan.memory import (
     EngineShape,
@@ -42,7 +47,7 @@ AUTO_CTX = 32768
 NUM_SNAPSHOTS = 8
 """Snapshots of recurrent states, besides two a slot."""
 MOST_RANKS = 64
-FROM_CONFIG = ("quantize", "ngram_max", "verify", "synthetic_acceptance", "load")
+FROM_CONFIG = ("quantize", "activations", "ngram_max", "verify", "synthetic_acceptance", "load")
 FROM_SHAPE = (
     "dtype",
     "mtp_modules",
@@ -416,6 +421,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
     machine = find_machine(config.device)
     plan = resolve_plan(config, machine)
+    check_activations(config, machine, plan.shape.form)
     free_bytes = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     tiles, tiles_reason = find_tile_limits(
         machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder
