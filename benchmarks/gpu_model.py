@@ -223,7 +223,8 @@ def cases(report: dict[str, Any]) -> Iterator[Case]:
             continue
         measured = rows["1"][0]
         if sizes := re.fullmatch(r"(int8|int4|fp8) (\d+)x(\d+)", name):
-            n, k = int(sizes[2]), int(sizes[3])
+            n = int(sizes[2])
+            k = int(sizes[3])
             kind = sizes[1]
             planned = PLANNED_CODES[kind].time(n, k)
             yield Case("few bits", name, measured, CODES[kind].time(n, k), planned)
@@ -231,7 +232,8 @@ def cases(report: dict[str, Any]) -> Iterator[Case]:
             predicted = PRODUCT.time(int(sizes[1]), int(sizes[2]))
             yield Case("16 bits", name, measured, predicted, planned=None)
         elif sizes := re.fullmatch(r"paged_attention (\d+) slots (\d+)", name):
-            slots, context = int(sizes[1]), int(sizes[2])
+            slots = int(sizes[1])
+            context = int(sizes[2])
             planned = PLANNED_ATTENTION.time(slots, context)
             predicted = ATTENTION.time(slots, context)
             yield Case("attention", name, measured, predicted, planned)
