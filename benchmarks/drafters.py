@@ -20,6 +20,7 @@ class EngineOptions(TypedDict, total=False):
     model: Path | ModelFolder
     dtype: str
     quantize: str
+    activations: str
     spec: str
     lag: int | None
     prefix_sharing: bool

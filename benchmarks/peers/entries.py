@@ -91,6 +91,8 @@ def _entry(
         str(options.ctx),
     ]
     command += ["--slots", str(options.slots)]
+    if peer == "spd":
+        command += ["--activations", options.activations]
     if peer == "llama":
         command += ["--build", str(options.llama_cpp)]
     threads = str(options.threads)

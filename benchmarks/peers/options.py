@@ -44,6 +44,7 @@ class Options:
     loads: tuple[Load, ...]
     load_tokens: int
     load_rounds: int
+    activations: str
     out: Path
 
     @property
@@ -104,6 +105,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--load-tokens", type=int, default=32, help="of each request of a load")
     parser.add_argument("--load-rounds", type=int, default=3)
+    parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
     parser.add_argument("--only", help="comma list of entries, such as spd-plain,vllm-plain")
     parser.add_argument(
         "--vllm-preload", help="colon list of libraries (Intel OpenMP and tcmalloc if found)"
@@ -154,5 +156,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         ),
         load_tokens=values.load_tokens,
         load_rounds=values.load_rounds,
+        activations=values.activations,
         out=values.out,
     )

@@ -43,6 +43,7 @@ class WorkerOptions:
     imposed: float | None
     build: Path | None
     int4: bool
+    activations: str
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
     parser.add_argument(
         "--int4", action="store_true", help="with weights in four bits, made at load"
     )
+    parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 

@@ -54,6 +54,7 @@ def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engin
             slots=slots,
             prefix_sharing=False,
             quantize="int4" if options.int4 else "none",
+            activations=options.activations,
         )
     )
 

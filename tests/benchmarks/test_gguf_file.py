@@ -92,9 +92,11 @@ def test_prompts_differ_between_pairs_and_repeat_themselves() -> None:
 def test_both_open_the_file_itself(tmp_path: Path) -> None:
     model = tmp_path / "a.gguf"
     words = [str(model), "--llama-cpp", str(tmp_path), "--only", "spd-ngram,llama-ngram"]
+    words += ["--activations", "int8"]
     for entry in entries(parse_options([*words, "--threads", "1"])):
         options = parse_worker_options(entry.command[3:])
         assert options.model == model
+        assert options.activations == ("int8" if entry.name == "spd-ngram" else "whole")
         if entry.name.startswith("llama"):
             command = server_command(options, 1)
             assert command[1:3] == ["-m", str(model)]
