@@ -187,8 +187,12 @@ def same_as_argument(default: str = "", envvar: str | None = None) -> Any:
 
 
 def is_url(model: str | None) -> bool:
-    """True if a model is the address of a server."""
-    return model is not None and model.lower().startswith(("http://", "https://"))
+    """True if a model is the address of a server, not of a page of the hub."""
+    if model is None or not model.lower().startswith(("http://", "https://")):
+        return False
+    from spd.formats.hub import is_hub_address
+
+    return not is_hub_address(model)
 
 
 def separate_served_model(values: dict[str, Any], typed: Collection[str]) -> None:

@@ -122,6 +122,11 @@ def resolve_model(reference: str) -> Path:
     return _model_at(path)
 
 
+def is_hub_address(reference: str) -> bool:
+    """True if a reference is the address of a model's page on the hub."""
+    return _ADDRESS.fullmatch(reference) is not None
+
+
 def _model_at(path: Path) -> Path:
     """Return a path that leads to a model.
 
