@@ -123,8 +123,8 @@ def resolve_model(reference: str) -> Path:
 
 
 def is_hub_address(reference: str) -> bool:
-    """True if a reference is the address of a model's page on the hub."""
-    return _ADDRESS.fullmatch(reference) is not None
+    """True if a reference is the address of a page on the hub."""
+    return re.match(r"https?://(www\.)?(huggingface|hf)\.co/", reference) is not None
 
 
 def _model_at(path: Path) -> Path:
