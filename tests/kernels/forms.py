@@ -56,6 +56,40 @@ def parametrize_forms(
     return params
 
 
+def entry_places(page: int, size: int, dtype: torch.dtype, values: bool) -> Tensor:
+    """Return where the C kernels keep each element of a head's keys or values [page, size] in it.
+
+    In order unless the size is a multiple of 32; else as right-side tiles [16 pairs][16 columns][2]
+    of bfloat16, [32][16] of float32, whose columns are keys, or elements of values.
+    """
+    places = torch.arange(page * size).view(page, size)
+    if size % 32:
+        return places
+    column, depth = (places % size, places // size) if values else (places // size, places % size)
+    tiles = (size, page) if values else (page, size)
+    pairs = depth % 32 // 2 * 32 + column % 16 * 2 + depth % 2
+    inside = pairs if dtype == torch.bfloat16 else depth % 32 * 16 + column % 16
+    assert not any(side % 32 for side in tiles)
+    return column // 32 * 32 * tiles[1] + depth // 32 * 1024 + column % 32 // 16 * 512 + inside
+
+
+def to_native_pages(pool: Tensor, values: bool) -> Tensor:
+    """Return pages [N, page, K, D] as the C kernels keep them: head by head, in places."""
+    page, _, size = pool.shape[1:]
+    entries = pool.transpose(1, 2).flatten(2)
+    kept = torch.empty_like(entries)
+    kept[..., entry_places(page, size, pool.dtype, values).flatten()] = entries
+    return kept.view(pool.shape)
+
+
+def from_native_pages(pool: Tensor, values: bool) -> Tensor:
+    """Return pages [N, page, K, D] of what `to_native_pages` returns."""
+    page, heads, size = pool.shape[1:]
+    places = entry_places(page, size, pool.dtype, values)
+    entries = pool.view(len(pool), heads, page * size)[..., places.flatten()]
+    return entries.view(len(pool), heads, page, size).transpose(1, 2)
+
+
 ROUNDED = 2.0**-8
 """Half a unit in the last place of bfloat16, as a share of the value."""
 

@@ -15,9 +15,10 @@ from spd.kernels.attention import attention_chunks
 from spd.kernels.attention import paged_attention as plain
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.launch import Device, power_of_two
+from spd.kernels.native import library
 from tests.helpers import limit_programs
 from tests.kernels.compile_ahead import DEVICES
-from tests.kernels.forms import COMPILED, ROUNDED, Form, parametrize_forms
+from tests.kernels.forms import COMPILED, ROUNDED, Form, parametrize_forms, to_native_pages
 
 twin = pytest.importorskip("spd.kernels.attention.paged_attention_triton")
 
@@ -108,8 +109,8 @@ class Cache:
             for s, (slot, window) in enumerate(zip(slots, windows, strict=True)):
                 at = torch.arange(window.end, device=tensor.device)
                 pool[table[s][at // self.page], at % self.page] = tensor[slot, : window.end]
-            if form.native:  # which keep a page head by head
-                pool.copy_(pool.transpose(1, 2).reshape(pool.shape))
+            if form.native and not self.rank:
+                pool = to_native_pages(pool, values=tensor is self.values)
             pools.append(pool.squeeze(2) if self.rank else pool)
         return pools, table
 
@@ -517,8 +518,9 @@ ROWS: list[tuple[int, dict[str, Any]]] = [
 def case_of(form: Form, dtype: torch.dtype, slots: int, length: int, kind: dict[str, Any]) -> Cache:
     if "latent" in kind:
         return make_latents(form, dtype, slots, length)
+    size = 32 if form.native else 16  # of latents the C kernels copy what they read
     return make_cache(
-        form=form, dtype=dtype, slots=slots, length=length, groups=3, kv_heads=1, size=16, page=32
+        form=form, dtype=dtype, slots=slots, length=length, groups=3, kv_heads=1, size=size, page=32
     ).like(**kind)
 
 
@@ -598,6 +600,58 @@ def test_one_key_takes_all_the_weight(form: Form) -> None:
         cache.keys[0, 3] = large
         out = attend(form, cache, [Window(298, 2)], query)
         assert torch.equal(out[0], cache.values[0, 3].expand(2, 1, 16))
+
+
+# -- C's -----------------------------------------------------------------------------------------------
+
+
+compiled = pytest.mark.parametrize("form", COMPILED, indirect=True)
+LONG = 5500
+"""A context of small sections and of large ones."""
+
+
+def long_case(form: Form, groups: int, kv_heads: int, kind: dict[str, Any]) -> Cache:
+    """Return two slots of `LONG` positions; heads of a size that is kept in tiles."""
+    return make_cache(
+        form=form,
+        dtype=form.dtypes[0],
+        slots=2,
+        length=LONG,
+        groups=groups,
+        kv_heads=kv_heads,
+        size=64,
+        page=64,
+    ).like(**kind)
+
+
+LONG_KINDS: list[dict[str, Any]] = [{}, {"sliding": 700}, {"sliding": 300, "sinks": True}]
+
+
+@compiled
+@pytest.mark.parametrize("kind", LONG_KINDS, ids=str)
+def test_long_windows_equal_their_definition(form: Form, kind: dict[str, Any]) -> None:
+    cache = long_case(form, groups=3, kv_heads=1, kind=kind)
+    check(form, cache, [Window(LONG - 3, 3), Window(4094, 4)], 4)
+
+
+@compiled
+@pytest.mark.parametrize("kind", LONG_KINDS[:2], ids=str)
+def test_who_shares_a_long_context_changes_no_bit(
+    form: Form, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows of 1 to 16 rows beside another slot, by several threads, sections shared or not."""
+    cache = long_case(form, groups=3, kv_heads=2, kind=kind)
+    query = random_query(cache, 2, 16)
+    start = LONG - 16
+    alone = torch.stack(
+        [attend(form, cache, [Window(start + i, 1)], query[:1, i : i + 1])[0, 0] for i in range(16)]
+    )
+    for rows, threads, blocks in ((1, 1, 0), (4, 2, 8), (8, 5, 8), (16, 3, 8), (16, 1, 0)):
+        monkeypatch.setattr(form.ops, "threads", threads)
+        monkeypatch.setattr(library, "MOST_BLOCKS", blocks)
+        windows = [Window(start, rows), Window(300, rows)]
+        among = attend(form, cache, windows, query[:, :rows].contiguous())
+        assert torch.equal(among[0], alone[:rows]), (rows, threads, blocks)
 
 
 # -- Triton's ------------------------------------------------------------------------------------------

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.dispatch import load_kernels
-from tests.kernels.forms import Form, assert_rounded, near, normal, random_rotations
+from tests.kernels.forms import (
+    Form,
+    assert_rounded,
+    from_native_pages,
+    near,
+    normal,
+    random_rotations,
+)
 
 PAGES = 5
 PAGE = 64
@@ -57,10 +64,9 @@ class Inputs:
         shape = (PAGES, PAGE, width) if self.rank else (PAGES, PAGE, self.kv_heads, self.size)
         pools = [self.wide.new_full(shape, UNTOUCHED) for _ in range(1 if self.rank else 2)]
         query = self._define(pools) if form is None else self._call(form, pools)
-        if (
-            form is not None and form.native and not self.rank
-        ):  # pages of the C kernels are kept head by head
-            pools = [pool.view(PAGES, self.kv_heads, PAGE, -1).transpose(1, 2) for pool in pools]
+        if form is not None and form.native and not self.rank:
+            keys, values = pools
+            pools = [from_native_pages(keys, False), from_native_pages(values, True)]
         return [query, *(pool.flatten(0, 1).flatten(1) for pool in pools)]
 
     def _split(self) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from spd.formats.checkpoint import Checkpoint
 from spd.formats.eagle3 import Eagle3Config
 from spd.formats.model_config import ModelConfig
 from spd.formats.rope_config import RopeConfig
+from spd.kernels.native.packed import LARGE_PAGE
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
@@ -36,7 +37,7 @@ from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.graphs import CapturedRounds
-from spd.runtime.round.kv_cache import KvCache
+from spd.runtime.round.kv_cache import KvCache, lazy_zeros
 from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import is_out_of_memory
@@ -416,6 +417,15 @@ def test_pages_are_cleared_where_no_memory_is_left() -> None:
     assert set(calls) <= {"aten::select.int", "aten::zero_"}, calls
     for pool in pools:
         assert not pool[[3, 5]].any() and pool[[2, 4]].isnan().all()
+
+
+def test_a_large_pool_begins_a_large_page_and_a_small_one_takes_no_more_than_its_own() -> None:
+    """A pool that fills none would take the memory of one with its first entry."""
+    large = lazy_zeros((3, LARGE_PAGE), torch.int8, "cpu")
+    assert large.data_ptr() % LARGE_PAGE == 0 and not large.any()
+    assert large.untyped_storage().nbytes() == 4 * LARGE_PAGE
+    small = lazy_zeros((LARGE_PAGE // 4,), torch.float32, "cpu")
+    assert small.untyped_storage().nbytes() == small.nbytes and not small.any()
 
 
 def assert_still_right(engine: Engine, folder: Path, **options: Any) -> None:

@@ -1,195 +1,117 @@
-/* What lies between a layer's first product and its second: rotation, the cache write, attention over pages. */
+/* Attention over pages. */
 
-#include "tiles.h"
+#include "attention_sums.h"
+#include "page_layout.h"
 
-/* One head x [size], normed by `norm` where that is given, rotated by cos and sin [size], to out. */
-static void rotate(
-    const element *x, const float *norm, float epsilon, const element *cos, const element *sin, long size, element *out)
-{
-    long half = size / 2;
-    vec scale = vall(norm ? norm_scale(x, size, epsilon) : 1.0f);
-    for (long i = 0; i < half; i += SIDE) {
-        long left = half - i;
-        vec a = load(x + i, left), b = load(x + half + i, left);
-        if (norm) {
-            a = vmul(vmul(a, scale), loadf(norm + i, left));
-            b = vmul(vmul(b, scale), loadf(norm + half + i, left));
-        }
-        store(out + i, left, vfma(b, load(sin + i, left), vmul(a, load(cos + i, left))));
-        vec still = vmul(b, load(cos + half + i, left));
-        store(out + half + i, left, vfma(a, load(sin + half + i, left), still));
-    }
-}
+#include <stddef.h>
 
-typedef struct {
-    const element *query, *cos, *sin;
-    const int64_t *positions, *places;
-    const float *norm;
-    element *keys, *values, *out;
-    long rows, heads, kv_heads, size, page;
-    float epsilon;
-} Rotation;
-
-static void rotate_rows(const void *work, Share *share, int member)
-{
-    const Rotation *o = work;
-    long size = o->size, page = o->page, heads = o->heads, turned = heads + o->kv_heads, every = turned + o->kv_heads;
-    for (long r; (r = take(share, member)) >= 0;) {
-        const element *own = o->query + r * every * size;
-        const element *c = o->cos + o->positions[r] * size, *s = o->sin + o->positions[r] * size;
-        long first = (o->places[r] / page * o->kv_heads * page + o->places[r] % page) * size;
-        for (long h = 0; h < turned; h++) {
-            element *out = h < heads ? o->out + (r * heads + h) * size : o->keys + first + (h - heads) * page * size;
-            rotate(own + h * size, o->norm ? o->norm + h * size : 0, o->epsilon, c, s, size, out);
-        }
-        for (long h = 0; h < o->kv_heads; h++)
-            memcpy(o->values + first + h * page * size, own + (turned + h) * size, (size_t)size * sizeof(element));
-    }
-}
-
-/* See `spd.kernels.rotary_store`; norm float32 [heads + kv_heads][size] or null; query is qkv, out [rows][heads][size].
-
-   A page holds its positions head by head, [kv_heads][page][size]: what attention reads together lies together. */
-void spd_rotary_store(const Rotation *o, long threads)
-{
-    share_out(rotate_rows, o, o->rows, 0.5 * (double)(o->rows * (o->heads + 2 * o->kv_heads) * o->size), threads);
-}
-
-typedef struct {
-    const element *query, *latent, *cos, *sin;
-    const int64_t *positions, *places;
-    const float *norm;
-    element *pages, *out;
-    long rows, heads, rank, turned, query_row, query_head, latent_row;
-    float epsilon;
-} Latents;
-
-static void latent_rows(const void *work, Share *share, int member)
-{
-    const Latents *o = work;
-    long turned = o->turned, rank = o->rank;
-    for (long r; (r = take(share, member)) >= 0;) {
-        const element *c = o->cos + o->positions[r] * turned, *s = o->sin + o->positions[r] * turned;
-        const element *own = o->latent + r * o->latent_row;
-        element *kept = o->pages + o->places[r] * (rank + turned);
-        norm_row(own, o->norm, o->epsilon, 0, rank, kept);
-        rotate(own + rank, 0, 0, c, s, turned, kept + rank);
-        for (long h = 0; h < o->heads; h++) {
-            const element *from = o->query + r * o->query_row + h * o->query_head;
-            rotate(from, 0, 0, c, s, turned, o->out + (r * o->heads + h) * turned);
-        }
-    }
-}
-
-/* See `spd.kernels.mla_attention`: latent [rows][rank + turned] normed and rotated into pages, query [rows][heads]
-   [turned] rotated to out; rows and heads of them lie the given numbers of elements apart. */
-void spd_latent_store(const Latents *o, long threads)
-{
-    long values = o->rank + o->turned + o->heads * o->turned;
-    share_out(latent_rows, o, o->rows, 0.5 * (double)(o->rows * values), threads);
-}
+#define LOG2E 1.44269504f
 
 typedef struct {
     const element *query, *keys, *values;
     const int64_t *table, *positions, *last;
     element *out;
     const float *sinks;
-    long slots, width, heads, kv_heads, size, value_size, page, table_width, first_key, sliding;
+    char *partial;
+    long room, slots, width, heads, kv_heads, size, value_size, page, table_width, first_key, sliding;
     float scale, softcap;
 } Attention;
 
-/* Rows that share a KV head's keys, at most 16, and what they have seen so far. */
+/* LONGEST: steps of a head that are summed together. */
+enum { LONGEST = 8, SMALL_SECTION = 2 * KEYS, SMALL_UNTIL = 4096, LARGE_SECTION = 8 * KEYS };
+
+/* Rows that share a KV head's keys, at most 16; copies of 32 keys and of KEYS values that do not lie in tiles. */
 typedef struct {
-    Sides sides;
-    float scores[SIDE][KEYS] __attribute__((aligned(64)));
-    float mixed[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
-    float peak[SIDE], total[SIDE];
+    Left query[SIDE * LARGEST_HEAD] __attribute__((aligned(64)));
+    Left weights[SIDE * KEYS] __attribute__((aligned(64)));
+    float scores[STEPS][SIDE][DEPTH] __attribute__((aligned(64)));
+    float part[BLOCKS][SIDE][DEPTH] __attribute__((aligned(64)));
+    element keys[DEPTH * LARGEST_HEAD] __attribute__((aligned(64)));
+    element values[KEYS * LARGEST_HEAD] __attribute__((aligned(64)));
+    Sums *section, own, all;
+    float kept[SIDE]; /* what earlier sums of a section count for now */
     uint8_t wild[KEYS]; /* keys whose values are not finite */
     int32_t last[SIDE], low[SIDE];
 } Block;
 
-/* Keys `at` to `end` of one head of a slot's pages: a part of what one block of rows reads. */
+/* Keys `at` to `end` of one head of a slot's pages: a part of what one block of rows reads. None if they are equal. */
 typedef struct {
     const int64_t *table;
     long head, at, end;
 } Chunk;
 
-static inline const element *place(const Attention *a, const element *pool, const Chunk *c, long key)
+/* Where a chunk's values lie: each step of 32 keys, `run` of them behind each other, and how far the next block of 32
+   elements is. */
+typedef struct {
+    const element *steps[STEPS];
+    long run, apart;
+} Values;
+
+static inline long value_blocks(const Attention *a) { return parts(a->value_size, DEPTH); }
+
+/* A latent is a key, and its first elements are the value. */
+static inline int tiled(const Attention *a) { return in_tiles(a->size) && a->keys != a->values; }
+
+static inline long page_of(const Attention *a, const Chunk *c, long key)
 {
-    return pool + ((c->table[key / a->page] * a->kv_heads + c->head) * a->page + key % a->page) * a->size;
+    return (c->table[key / a->page] * a->kv_heads + c->head) * a->page * a->size;
 }
 
-/* Ask for 16 keys or values from `key` on, as far as the chunk goes; they lie in one page. */
-static inline void fetch(const Attention *a, const element *pool, const Chunk *c, long key)
+/* Keys `at` to `at + 31` of a chunk as tiles. */
+static const element *take_keys(const Attention *a, Block *b, const Chunk *c, long at)
 {
-    if (key >= c->end) return;
-    const element *from = place(a, pool, c, key);
-    for (long i = 0; i < SIDE * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
+    if (tiled(a)) return a->keys + page_of(a, c, at) + at % a->page * a->size;
+    for (long k = 0; k < DEPTH && at + k < c->end; k++)
+        place_key(b->keys, k, a->keys + page_of(a, c, at + k) + (at + k) % a->page * a->size, a->size);
+    return b->keys;
 }
 
-/* scores [rows][keys] of one chunk as they come from the product; the next chunk's keys are asked for. */
-static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
+static Values tiled_values(const Attention *a, const Chunk *c)
 {
-    for (long k = 0; k < c->end - c->at; k += SIDE) {
-        fetch(a, a->keys, next, next->at + k);
-        score_keys(&b->sides, place(a, a->keys, c, c->at + k), a->size, rows, b->scores[0] + k, KEYS);
-    }
+    Values v = {.run = a->page < KEYS ? a->page / DEPTH : STEPS, .apart = a->page * DEPTH};
+    for (long k = c->at, s = 0; k < c->end; k += DEPTH, s++)
+        v.steps[s] = a->values + page_of(a, c, k) + k % a->page * DEPTH;
+    return v;
 }
 
-/* One row's scores of the keys from `at` to `end`, scaled, capped, masked, to weights e^(score - peak), zeros
-   up to whole steps; the peak and the sum go on. Returns what earlier keys count for now. */
-static float weigh(const Attention *a, Block *b, int row, long at, long end)
+static Values copied_values(const Block *b)
 {
-    const vec nothing = vall(-__builtin_inff()), scale = vall(a->scale);
-    vec scores[KEYS / SIDE], top = nothing, total = vzero();
-    long count = parts(end - at, SIDE), whole = parts(end - at, DEPTH) * 2;
-    for (long i = 0; i < count; i++) {
-        mask seen = between((int32_t)(at + i * SIDE), b->low[row], b->last[row]);
-        vec s = vmul(loadf(b->scores[row] + i * SIDE, SIDE), scale);
-        if (a->softcap > 0) { /* c tanh(s / c) = c - 2 c / (1 + e^(2 s / c)) */
-            vec cap = vall(a->softcap), two = vall(2.0f);
-            vec grown = vadd(exponential(vdiv(vmul(s, two), cap)), vall(1.0f));
-            s = vsub(cap, vdiv(vmul(cap, two), grown));
-        }
-        scores[i] = vselect(seen, s, nothing);
-        top = vmax(top, scores[i]);
-    }
-    float before = b->peak[row], peak = vtop(top);
-    if (peak < before) peak = before;
-    if (peak == -__builtin_inff()) { /* nothing seen yet */
-        for (long i = 0; i < whole; i++) place_weights(&b->sides, row, i, vzero());
-        return 0;
-    }
-    for (long i = 0; i < whole; i++) {
-        vec w = vzero();
-        if (i < count) {
-            w = vselect(vdiffers(scores[i], nothing), exponential(vsub(scores[i], vall(peak))), w);
-            total = vadd(total, w);
-        }
-        place_weights(&b->sides, row, i, w);
-    }
-    float kept = before == -__builtin_inff() ? 0 : vfirst(exponential(vsub(vall(before), vall(peak))));
-    b->peak[row] = peak;
-    b->total[row] = b->total[row] * kept + vsum(total);
-    return kept;
+    Values v = {.run = STEPS, .apart = KEYS * DEPTH};
+    for (long s = 0; s < STEPS; s++) v.steps[s] = b->values + s * 2 * TILE;
+    return v;
 }
 
-/* The values of one chunk into place.
-
-   Values that are not finite count as 0, since rows that do not see them multiply them by 0; returns whether there
-   are any, and `wild` says of which keys. */
-static int take_values(const Attention *a, Block *b, const Chunk *c)
+static Values take_values(const Attention *a, Block *b, const Chunk *c)
 {
-    long count = c->end - c->at;
-    int some = 0;
+    if (tiled(a)) return tiled_values(a, c);
+    for (long k = 0; k < parts(c->end - c->at, DEPTH) * DEPTH; k++) {
+        static const element nothing[LARGEST_HEAD];
+        long key = c->at + k;
+        const element *from = a->values + (key < c->end ? page_of(a, c, key) + key % a->page * a->size : 0);
+        place_value(b->values, KEYS * DEPTH, k, key < c->end ? from : nothing, a->value_size);
+    }
+    return copied_values(b);
+}
+
+static inline int is_finite(element x)
+{
+    return sizeof x == sizeof(float) ? x - x == 0 : ((uint32_t)x & 0x7f80) != 0x7f80;
+}
+
+/* Copy a chunk's values, with zeros for those that are not finite; `wild` says of which keys. */
+static Values clean_values(const Attention *a, Block *b, const Chunk *c, const Values *v)
+{
     memset(b->wild, 0, sizeof b->wild);
-    for (long first = 0; first < parts(count, DEPTH) * DEPTH; first += SIDE) {
-        const element *from = first < count ? place(a, a->values, c, c->at + first) : 0; /* 16 lie in one page */
-        for (long i = 0, k = first; i < SIDE; i += 2, k += 2)
-            some |= place_values(&b->sides, k, k < count ? from + i * a->size : 0,
-                k + 1 < count ? from + (i + 1) * a->size : 0, a->value_size, b->wild + k);
-    }
-    return some;
+    for (long block = 0; block < value_blocks(a); block++)
+        for (long k = 0; k < parts(c->end - c->at, DEPTH) * DEPTH; k++)
+            for (int d = 0; d < DEPTH; d++) {
+                long at = block * v->apart + d / SIDE * TILE + tile_place((int)(k % DEPTH), d % SIDE);
+                element x = v->steps[k / DEPTH][at];
+                if (block * DEPTH + d >= a->value_size) x = 0;
+                if (!is_finite(x)) x = 0, b->wild[k] = 1;
+                b->values[(block * STEPS + k / DEPTH) * 2 * TILE + at - block * v->apart] = x;
+            }
+    return copied_values(b);
 }
 
 /* Rows that see a value that is not finite come to NaN. */
@@ -198,12 +120,168 @@ static void spoil(const Attention *a, Block *b, const Chunk *c, int rows)
     for (int r = 0; r < rows; r++)
         for (long k = c->at; k < c->end; k++)
             if (b->wild[k - c->at] && k >= b->low[r] && k <= b->last[r])
-                for (long d = 0; d < a->value_size; d++) b->mixed[r][d] = __builtin_nanf("");
+                for (long d = 0; d < a->value_size; d++) b->section->mixed[d / DEPTH][r][d % DEPTH] = __builtin_nanf("");
 }
 
-/* The unit of work with a number: up to 16 of a slot's [width][heads / kv_heads] rows that read one KV head. */
+/* Ask for 32 keys or values of a chunk from key `at` on, which lie in one page, if the chunk has them. */
+static void fetch(const Attention *a, const element *pool, const Chunk *c, long at)
+{
+    if (at >= c->end) return;
+    const element *from = pool + page_of(a, c, at) + at % a->page * a->size;
+    for (long i = 0; i < DEPTH * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
+}
+
+/* scores [rows][32] of 32 keys in tiles, of heads longer than 256 in parts, which are added up. Tiles from `ahead` on
+   are asked for, as many, where it is given. */
+static void score_keys(const Block *b, const element *keys, long steps, int rows, const element *ahead, float *scores)
+{
+    float part[SIDE * DEPTH] __attribute__((aligned(64)));
+    for (long s = 0, count; s < steps; s += count) {
+        count = steps - s < LONGEST ? steps - s : LONGEST;
+        block_product(b->query + s * LEFT_STEP, steps * TILE, 1, rows, keys + s * 2 * TILE, count, 1,
+            (ahead ? ahead : keys) + s * 2 * TILE, ahead ? 2 * SIDE : 0, s ? part : scores);
+        for (int i = 0; s && i < rows * DEPTH; i += SIDE)
+            storef(scores + i, SIDE, vadd(loadf(scores + i, SIDE), loadf(part + i, SIDE)));
+    }
+}
+
+/* scores of a chunk's keys as they come from the product; the next chunk's keys are asked for. */
+static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
+{
+    for (long k = 0; k < KEYS; k += DEPTH) {
+        int ahead = tiled(a) && c->at + k < c->end && next->at + k < next->end;
+        if (!ahead) fetch(a, a->keys, next, next->at + k);
+        if (!tiled(a) && a->values != a->keys) fetch(a, a->values, next, next->at + k);
+        if (c->at + k < c->end)
+            score_keys(b, take_keys(a, b, c, c->at + k), parts(a->size, DEPTH), rows,
+                ahead ? take_keys(a, b, next, next->at + k) : 0, b->scores[k / DEPTH][0]);
+    }
+}
+
+/* Whether a row sees every key of a chunk. */
+static inline int whole(const Block *b, int row, const Chunk *c)
+{
+    return c->at >= b->low[row] && c->at + KEYS - 1 <= b->last[row];
+}
+
+static inline vec capped(vec score, float scale, float cap) /* c tanh(s / c) = c - 2 c / (1 + e^(2 s / c)) */
+{
+    vec grown = vadd(exponential(vdiv(vmul(score, vall(2 * scale)), vall(cap))), vall(1.0f));
+    return vsub(vall(cap), vdiv(vall(2 * cap), grown));
+}
+
+/* One row's scores of `count` sixteens of a chunk's keys, capped and masked; returns the highest. */
+static inline float top_score(const Attention *a, Block *b, int row, const Chunk *c, long count)
+{
+    const vec nothing = vall(-__builtin_inff());
+    vec top = nothing;
+    if (!(a->softcap > 0) && whole(b, row, c)) {
+        for (long i = 0; i < KEYS / SIDE; i++) top = vmax(top, loadf(b->scores[i / 2][row] + i % 2 * SIDE, SIDE));
+        return vtop(top);
+    }
+    for (long i = 0; i < count; i++) {
+        float *score = b->scores[i / 2][row] + i % 2 * SIDE;
+        vec s = loadf(score, SIDE);
+        if (a->softcap > 0) s = capped(s, a->scale, a->softcap);
+        s = vselect(between((int32_t)(c->at + i * SIDE), b->low[row], b->last[row]), s, nothing);
+        storef(score, SIDE, s);
+        top = vmax(top, s);
+    }
+    return vtop(top);
+}
+
+/* One row's scores to weights 2^(factor score - peak); returns their sum. */
+static inline float row_weights(Block *b, int row, const Chunk *c, long count, float factor, float peak)
+{
+    const vec nothing = vall(-__builtin_inff()), by = vall(factor), lower = vall(peak == -__builtin_inff() ? 0 : -peak);
+    Left *weights = b->weights + left_row(row, STEPS);
+    vec total = vzero();
+    if (whole(b, row, c) && peak != -__builtin_inff()) {
+        for (long i = 0; i < KEYS / SIDE; i++) {
+            vec w = power_of_two(vfma(loadf(b->scores[i / 2][row] + i % 2 * SIDE, SIDE), by, lower));
+            left_weights(weights + i / 2 * LEFT_STEP + i % 2 * SIDE, w);
+            total = vadd(total, w);
+        }
+        return vsum(total);
+    }
+    for (long i = 0; i < count; i++) {
+        vec s = loadf(b->scores[i / 2][row] + i % 2 * SIDE, SIDE);
+        vec w = vselect(vdiffers(s, nothing), power_of_two(vfma(s, by, lower)), vzero());
+        left_weights(weights + i / 2 * LEFT_STEP + i % 2 * SIDE, w);
+        total = vadd(total, w);
+    }
+    return vsum(total);
+}
+
+/* The rows' scores of a chunk's keys to weights; their peaks and sums go on. */
+static void weigh(const Attention *a, Block *b, const Chunk *c, int rows)
+{
+    float top[SIDE] = {0}, sum[SIDE] = {0}, factor = (a->softcap > 0 ? 1 : a->scale) * LOG2E;
+    long count = parts(c->end - c->at, DEPTH) * 2;
+    Sums *sums = b->section;
+    for (int r = 0; r < rows; r++) top[r] = top_score(a, b, r, c, count) * factor;
+    vec before = loadf(sums->peak, SIDE), peak = vmax(loadf(top, SIDE), before), kept = share_of(before, peak);
+    storef(sums->peak, SIDE, peak);
+    for (int r = 0; r < rows; r++) sum[r] = row_weights(b, r, c, count, factor, sums->peak[r]);
+    storef(b->kept, SIDE, kept);
+    storef(sums->total, SIDE, vadd(vmul(loadf(sums->total, SIDE), kept), loadf(sum, SIDE)));
+}
+
+/* The rows' weights of a chunk's keys times their values, to b->part, in the order in which values lie; the next chunk's
+   are asked for. Returns whether all sums are finite. */
+static int mix(const Attention *a, Block *b, const Values *v, const Values *next, long steps, int rows)
+{
+    long blocks = value_blocks(a);
+    for (long s = 0; s < steps; s += v->run)
+        for (long block = 0; block < blocks; block++) {
+            const element *own = v->steps[s] + block * v->apart, *ahead = next->steps[s];
+            block_product(b->weights + s * LEFT_STEP, STEPS * TILE, 1, rows, own, steps - s < v->run ? steps - s : v->run,
+                s == 0, ahead ? ahead + block * next->apart : own, ahead ? 2 * SIDE : 0, b->part[block][0]);
+        }
+    vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
+    for (long block = 0; block < blocks; block++)
+        for (int i = 0; i < rows * DEPTH; i += SIDE) {
+            vec x = loadf(b->part[block][0] + i, SIDE);
+            rest = vadd(rest, vsub(x, x));
+        }
+    return !any_nan(rest);
+}
+
+/* The values of one chunk into the section's sums.
+
+   Values that are not finite count as 0, since rows that do not see them multiply them by 0. */
+static void mix_chunk(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
+{
+    const Values own = take_values(a, b, c), ahead = tiled(a) ? tiled_values(a, next) : (Values){0};
+    long steps = parts(c->end - c->at, DEPTH);
+    int finite = mix(a, b, &own, &ahead, steps, rows);
+    if (!finite) {
+        const Values clean = clean_values(a, b, c, &own);
+        mix(a, b, &clean, &ahead, steps, rows);
+    }
+    for (long block = 0; block < value_blocks(a); block++)
+        for (int i = 0; i < rows * DEPTH; i += SIDE) {
+            float *to = b->section->mixed[block][0] + i;
+            storef(to, SIDE, vfma(loadf(to, SIDE), vall(b->kept[i / DEPTH]), loadf(b->part[block][0] + i, SIDE)));
+        }
+    if (!finite) spoil(a, b, c, rows);
+}
+
+/* Positions are cut into sections, and what a row saw in each is summed up by itself. */
+static inline long section_of(long at)
+{
+    return at < SMALL_UNTIL ? at / SMALL_SECTION : (at - SMALL_UNTIL) / LARGE_SECTION + SMALL_UNTIL / SMALL_SECTION;
+}
+
+static inline long section_begin(long section)
+{
+    long large = section - SMALL_UNTIL / SMALL_SECTION;
+    return large < 0 ? section * SMALL_SECTION : SMALL_UNTIL + large * LARGE_SECTION;
+}
+
+/* Up to 16 of a slot's [width][heads / kv_heads] rows that read one KV head, and the positions that they see. */
 typedef struct {
-    long slot, head, first, begin, end;
+    long number, slot, head, first, begin, end;
     int rows;
 } Unit;
 
@@ -227,16 +305,20 @@ static inline long lowest(const Attention *a, long at)
     return a->sliding && low < at - a->sliding + 1 ? at - a->sliding + 1 : low;
 }
 
+static inline long blocks_of(const Attention *a) { return parts(a->width * (a->heads / a->kv_heads), SIDE); }
+static inline long units_of(const Attention *a) { return a->slots * a->kv_heads * blocks_of(a); }
+
 static Unit unit_of(const Attention *a, long number)
 {
-    long rows = a->width * (a->heads / a->kv_heads), blocks = parts(rows, SIDE);
-    Unit u = {number / (a->kv_heads * blocks), number / blocks % a->kv_heads, number % blocks * SIDE, INT32_MAX, 0, 0};
+    long rows = a->width * (a->heads / a->kv_heads), blocks = blocks_of(a);
+    Unit u = {number, number / (a->kv_heads * blocks), number / blocks % a->kv_heads, number % blocks * SIDE, INT32_MAX, 0, 0};
     u.rows = (int)(rows - u.first < SIDE ? rows - u.first : SIDE);
     for (int r = 0; r < u.rows; r++) {
         long low = lowest(a, position(a, &u, u.first + r)), last = last_key(a, &u, u.first + r);
         if (low < u.begin) u.begin = low;
         if (last >= u.end) u.end = last + 1;
     }
+    u.begin = u.begin / KEYS * KEYS;
     return u;
 }
 
@@ -245,77 +327,165 @@ static Chunk chunk_of(const Attention *a, const Unit *u, long at)
     return (Chunk){a->table + u->slot * a->table_width, u->head, at, u->end < at + KEYS ? u->end : at + KEYS};
 }
 
-static void attend_unit(const Attention *a, Block *b, const Unit *u, const Unit *after)
+static void take_rows(const Attention *a, Block *b, const Unit *u)
+{
+    long groups = a->heads / a->kv_heads, steps = parts(a->size, DEPTH);
+    for (int r = 0; r < u->rows; r++) {
+        long row = u->first + r;
+        const element *from = a->query + ((u->slot * a->width + row / groups) * a->heads + u->head * groups + row % groups) * a->size;
+        Left *to = b->query + left_row(r, steps);
+        b->last[r] = (int32_t)last_key(a, u, row), b->low[r] = (int32_t)lowest(a, position(a, u, row));
+        for (long d = 0; d < steps * DEPTH; d += SIDE)
+            left_copy(to + d / DEPTH * LEFT_STEP + d % DEPTH, from + d, a->size - d);
+    }
+}
+
+/* What a unit's rows see in positions `begin` to `end` of one section. `after` is the chunk that the thread reads
+   next. */
+static void attend_section(
+    const Attention *a, Block *b, const Unit *u, long begin, long end, Sums *sums, const Chunk *after)
+{
+    b->section = sums;
+    clear(sums, value_blocks(a), u->rows);
+    for (long at = begin; at < end; at += KEYS) {
+        const Chunk c = chunk_of(a, u, at), next = at + KEYS < end ? chunk_of(a, u, at + KEYS) : *after;
+        score(a, b, &c, &next, u->rows);
+        weigh(a, b, &c, u->rows);
+        mix_chunk(a, b, &c, &next, u->rows);
+    }
+}
+
+static void begin_sums(const Attention *a, Sums *all, const Unit *u)
 {
     long groups = a->heads / a->kv_heads;
-    int rows = u->rows;
-    clear_queries(&b->sides, a->size);
-    for (int r = 0; r < rows; r++) {
-        long row = u->slot * a->width + (u->first + r) / groups;
-        const element *from = a->query + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->size;
-        b->last[r] = (int32_t)last_key(a, u, u->first + r);
-        b->low[r] = (int32_t)lowest(a, position(a, u, u->first + r));
-        place_query(&b->sides, r, from, a->size);
-        memset(b->mixed[r], 0, (size_t)(parts(a->value_size, SIDE) * SIDE) * sizeof(float));
-        b->peak[r] = a->sinks ? a->sinks[u->head * groups + (u->first + r) % groups] : -__builtin_inff();
-        b->total[r] = a->sinks ? 1 : 0;
-    }
-    for (long at = u->begin / KEYS * KEYS; at < u->end; at += KEYS) {
-        const Chunk c = chunk_of(a, u, at);
-        const Chunk next = at + KEYS < u->end ? chunk_of(a, u, at + KEYS) : chunk_of(a, after, after->begin / KEYS * KEYS);
-        float kept[SIDE], part[SIDE * DEPTH] __attribute__((aligned(64)));
-        score(a, b, &c, &next, rows);
-        for (int r = 0; r < rows; r++) kept[r] = weigh(a, b, r, at, c.end);
-        int wild = take_values(a, b, &c);
-        for (long d = 0, k = 0; d < a->value_size; d += DEPTH) {
-            for (; k * a->value_size < KEYS * (d + DEPTH); k += SIDE) fetch(a, a->values, &next, next.at + k);
-            int odd = mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
-            if (odd && !wild && (wild = clean_values(&b->sides, a->value_size, c.end - at, b->wild)))
-                mix_values(&b->sides, d, a->value_size, rows, c.end - at, part);
-            for (int r = 0; r < rows; r++)
-                for (long side = 0; side < DEPTH && d + side < a->value_size; side += SIDE) {
-                    vec old = vmul(loadf(b->mixed[r] + d + side, SIDE), vall(kept[r]));
-                    storef(b->mixed[r] + d + side, SIDE, vadd(old, loadf(part + r * DEPTH + side, SIDE)));
-                }
-        }
-        if (wild) spoil(a, b, &c, rows);
-    }
-    for (int r = 0; r < rows; r++) {
-        long row = u->slot * a->width + (u->first + r) / groups;
-        element *out = a->out + (row * a->heads + u->head * groups + (u->first + r) % groups) * a->value_size;
-        for (long d = 0; d < a->value_size; d += SIDE)
-            store(out + d, a->value_size - d, vdiv(loadf(b->mixed[r] + d, SIDE), vall(b->total[r])));
+    clear(all, value_blocks(a), u->rows);
+    for (int r = 0; a->sinks && r < u->rows; r++) {
+        all->peak[r] = a->sinks[u->head * groups + (u->first + r) % groups] * LOG2E;
+        all->total[r] = 1;
     }
 }
 
-static long units_of(const Attention *a)
+static void end_sums(const Attention *a, const Sums *all, const Unit *u)
 {
-    return a->slots * a->kv_heads * parts(a->width * (a->heads / a->kv_heads), SIDE);
+    long groups = a->heads / a->kv_heads;
+    for (int r = 0; r < u->rows; r++) {
+        long row = u->first + r, head = (u->slot * a->width + row / groups) * a->heads + u->head * groups + row % groups;
+        for (long d = 0; d < a->value_size; d += SIDE)
+            store(a->out + head * a->value_size + d, a->value_size - d,
+                vdiv(loadf(all->mixed[d / DEPTH][r] + d % DEPTH, SIDE), vall(all->total[r])));
+    }
 }
 
+/* One unit after another, each with all of its sections. */
 static void attend_units(const void *work, Share *share, int member)
 {
     const Attention *a = work;
-    long units = units_of(a);
-    Block block;
+    Block b;
     tiles_begin(SIDE, SIDE);
     for (long number; (number = take(share, member)) >= 0;) {
-        const Unit unit = unit_of(a, number), after = unit_of(a, number + 1 < units ? number + 1 : 0);
-        attend_unit(a, &block, &unit, &after);
+        const Unit u = unit_of(a, number), then = unit_of(a, number + 1 < units_of(a) ? number + 1 : 0);
+        const Chunk first = chunk_of(a, &then, then.begin);
+        take_rows(a, &b, &u);
+        begin_sums(a, &b.all, &u);
+        for (long at = u.begin, end; at < u.end; at = end) {
+            end = section_begin(section_of(at) + 1);
+            const Chunk next = end < u.end ? chunk_of(a, &u, end) : first;
+            attend_section(a, &b, &u, at, end < u.end ? end : u.end, &b.own, &next);
+            combine(&b.all, &b.own, value_blocks(a), u.rows);
+        }
+        end_sums(a, &b.all, &u);
     }
     tiles_end();
 }
 
+/* Sections that any row sees, of a window whose units are cut into them: see spd_attend. */
+typedef struct {
+    const Attention *attention;
+    long first, count;
+} Sections;
+
+/* One section of a unit: positions `begin` to `end`. */
+typedef struct {
+    Unit unit;
+    long begin, end;
+    Sums *sums;
+} Part;
+
+static inline long sums_bytes(const Attention *a)
+{
+    return (long)(offsetof(Sums, mixed) + (size_t)value_blocks(a) * sizeof *((Sums *)0)->mixed);
+}
+
+static Part part_of(const Sections *s, const Unit *unit, long section)
+{
+    const Attention *a = s->attention;
+    long begin = section_begin(section), end = section_begin(section + 1);
+    Part p = {*unit, begin > unit->begin ? begin : unit->begin, end < unit->end ? end : unit->end, 0};
+    p.sums = (Sums *)(a->partial + (unit->number * s->count + section - s->first) * sums_bytes(a));
+    return p;
+}
+
+/* The part with a number: those of a section's rows that read one head follow each other, and find its keys in caches. */
+static Part numbered_part(const Sections *s, long number)
+{
+    long blocks = blocks_of(s->attention), head = number / blocks / s->count;
+    const Unit unit = unit_of(s->attention, head * blocks + number % blocks);
+    return part_of(s, &unit, s->first + number / blocks % s->count);
+}
+
+static void attend_parts(const void *work, Share *share, int member)
+{
+    const Sections *s = work;
+    const Attention *a = s->attention;
+    Block b;
+    tiles_begin(SIDE, SIDE);
+    for (long number; (number = take(share, member)) >= 0;) {
+        const Part p = numbered_part(s, number);
+        if (p.begin >= p.end) continue;
+        const Part then = numbered_part(s, number + 1 < units_of(a) * s->count ? number + 1 : 0);
+        Chunk first = chunk_of(a, &then.unit, then.begin);
+        if (then.begin >= then.end) first.end = first.at;
+        take_rows(a, &b, &p.unit);
+        attend_section(a, &b, &p.unit, p.begin, p.end, p.sums, &first);
+    }
+    tiles_end();
+}
+
+static void combine_parts(const void *work, Share *share, int member)
+{
+    const Sections *s = work;
+    const Attention *a = s->attention;
+    Sums all;
+    for (long number; (number = take(share, member)) >= 0;) {
+        const Unit u = unit_of(a, number);
+        begin_sums(a, &all, &u);
+        for (long section = section_of(u.begin); section_begin(section) < u.end; section++)
+            combine(&all, part_of(s, &u, section).sums, value_blocks(a), u.rows);
+        end_sums(a, &all, &u);
+    }
+}
+
 /* See `spd.kernels.paged_attention`: query [slots][width][heads][size], out the same of value_size,
-   pools [..][kv_heads][page][size], table [slots][table_width], positions [slots][width]; last, of the
-   same shape: the last key of each row, or null for its own position; sinks float32 [heads] or null. Keys are read in
-   chunks that begin at multiples of KEYS positions, summed in ascending order: a row's bits do not depend on the
-   others. sliding, softcap: 0 for none. Of a value the first value_size elements count. size <= 576; pages are whole
-   sixteens. */
+   pools as spd_rotary_store writes them, or one of latents [..][page][size] for both, table [slots][table_width],
+   positions [slots][width]; last, of the same shape: the last key of each row, or null for its own position; sinks
+   float32 [heads] or null. Keys are read in chunks that begin at multiples of KEYS positions, summed in ascending order
+   within sections, and these in ascending order: a row's bits do not depend on the others. If the sums of all sections
+   fit into `room` bytes at `partial`, threads share the sections, too. sliding, softcap: 0 for none. Of a value the
+   first value_size elements count. size <= 576; pages are whole 32s, and divide KEYS. */
 void spd_attend(const Attention *a, long threads)
 {
-    long units = units_of(a);
+    long units = units_of(a), begin = INT32_MAX, end = 0;
     double seen = 0;
-    for (long i = a->width - 1; i < a->slots * a->width; i += a->width) seen += (double)(a->positions[i] + 1);
-    share_out(attend_units, a, units, seen * 0.3 * (double)a->size * (double)units / (double)a->slots, threads);
+    for (long number = 0; number < units; number++) {
+        const Unit u = unit_of(a, number);
+        if (u.begin < begin) begin = u.begin;
+        if (u.end > end) end = u.end;
+        seen += (double)(u.end - u.begin);
+    }
+    const Sections s = {a, section_of(begin), section_of(end - 1) - section_of(begin) + 1};
+    double nanoseconds = seen * 0.3 * (double)a->size;
+    if (s.count > 1 && units * s.count * sums_bytes(a) <= a->room) {
+        share_out(attend_parts, &s, units * s.count, nanoseconds, threads);
+        share_out(combine_parts, &s, units, 0.1 * (double)(units * s.count * a->value_size), threads);
+    } else share_out(attend_units, a, units, nanoseconds, threads);
 }

@@ -27,6 +27,7 @@ SOURCES = (
     "round.c",
     "recurrent.c",
     "sample.c",
+    "rotary.c",
     "attention.c",
     "experts.c",
     "linear.c",

@@ -52,7 +52,7 @@ STRUCTURES = {
     "rows": f"{WEIGHT_FORMAT}2P2l",
     "norm": "4P2lf",
     "rotary_store": "9P5lf",
-    "attend": "8P10l2f",
+    "attend": "9P11l2f",
     "latent_store": "9P7lf",
     "router": "3P3l",
     "route": "5P6l2i2f",

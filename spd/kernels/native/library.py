@@ -36,6 +36,16 @@ from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.sampling.philox import STREAM_TARGET
 from spd.kernels.sampling.sampling import SamplingTensors, adjust_rows
 
+SMALL_SECTION = 256
+SMALL_UNTIL = 4096
+LARGE_SECTION = 1024
+"""The sections that attention sums up by themselves, and the position where large ones begin: see
+attention.c."""
+MOST_BLOCKS = 8
+"""Blocks of 16 rows that share the keys of a section, at most."""
+MOST_PARTIAL = 64 << 20
+"""Bytes for the sums of sections, at most."""
+
 
 @dataclass(frozen=True)
 class NativePlan(AttentionPlan):
@@ -74,7 +84,7 @@ class NativeKernels(NativeRounds):
         """Compute `Kernels.rotary_store` by C; positions are not None, the norm's scales are
         float32.
 
-        A page has a layout that only these kernels read, head by head: as if it were [K, page, D].
+        A page has a layout that only these kernels read: head by head, as tiles of their products.
         """
         assert rows.positions is not None
         count = qkv.shape[0]
@@ -131,6 +141,7 @@ class NativeKernels(NativeRounds):
         keys, values = pools
         query = query.contiguous()
         out = torch.empty(*query.shape[:3], rank or size, dtype=self.dtype)
+        partial_bytes = self._partial_bytes(query, kv_heads, rank or size, page * table.shape[1])
         self.call_threads(
             "attend",
             query,
@@ -141,6 +152,8 @@ class NativeKernels(NativeRounds):
             plan.last,
             out,
             params.sinks,
+            self.scratch_address(ceil_div(partial_bytes, TILE_BYTES)),
+            partial_bytes,
             *query.shape[:3],
             kv_heads,
             size,
@@ -153,6 +166,21 @@ class NativeKernels(NativeRounds):
             params.softcap or 0.0,
         )
         return out
+
+    def _partial_bytes(self, query: Tensor, kv_heads: int, size: int, context: int) -> int:
+        """Return the bytes with which threads share the sections of a context; 0 where it is no gain.
+
+        It is none for many rows, and where there are several heads and slots for each thread.
+        """
+        slots, width, heads, _ = query.shape
+        blocks = ceil_div(width * (heads // kv_heads), TILE_SIDE)
+        units = slots * kv_heads * blocks
+        if blocks > MOST_BLOCKS or (blocks == 1 and units >= 4 * self.threads):
+            return 0
+        small = ceil_div(min(context, SMALL_UNTIL), SMALL_SECTION)
+        sections = small + ceil_div(max(0, context - SMALL_UNTIL), LARGE_SECTION)
+        bytes_ = units * sections * 2 * TILE_BYTES * (ceil_div(size, TILE_DEPTH) + 1)
+        return min(bytes_, MOST_PARTIAL)
 
     def latent_store(
         self,

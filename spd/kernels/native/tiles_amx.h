@@ -26,19 +26,6 @@ static inline void tiles_end(void) { _tile_release(); }
 /* Nanoseconds that a tile takes. */
 static inline double tile_time(long rows) { return 30.0 + 8.0 * (double)parts(rows, SIDE); }
 
-/* c [16][16]: a's 16 rows of elements, `stride` apart, times b's `steps` tiles. */
-static inline void tile_product(const bf16 *a, long stride, const bf16 *b, long steps, float *c)
-{
-    WRITTEN();
-    _tile_zero(0);
-    for (long k = 0; k < steps; k++) {
-        _tile_loadd(4, a + k * DEPTH, stride * (long)sizeof(bf16));
-        _tile_loadd(6, b + k * TILE, 64);
-        _tile_dpbf16ps(0, 4, 6);
-    }
-    _tile_stored(0, c, 64);
-}
-
 /* Add to c [blocks * 16][32], or write there where `fresh`, one or two blocks of 16 rows a [steps] tiles, `apart`
    elements from each other, times b [steps][2] tiles. Meanwhile `lines` of 32 elements a step are asked for, from
    `next` on. */

@@ -10,18 +10,6 @@ static inline __m512 pair_product(__m512 sum, const bf16 *a, const bf16 *b)
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(b));
 }
 
-/* c [16][16]: a's 16 rows of elements, `stride` apart, times b's `steps` tiles. */
-static inline void tile_product(const bf16 *a, long stride, const bf16 *b, long steps, float *c)
-{
-    const bf16 *fours[4] = {a, a + 4 * stride, a + 8 * stride, a + 12 * stride};
-    __m512 sums[SIDE];
-    for (int r = 0; r < SIDE; r++) sums[r] = _mm512_setzero_ps();
-    for (long j = 0; j < steps * SIDE; j++, b += DEPTH)
-        for (int four = 0; four < 4; four++, fours[four - 1] += 2)
-            for (int r = 0; r < 4; r++) sums[4 * four + r] = pair_product(sums[4 * four + r], fours[four] + r * stride, b);
-    for (int r = 0; r < SIDE; r++) _mm512_storeu_ps(c + r * SIDE, sums[r]);
-}
-
 /* Of `count` rows from a on: c [count][32]. Meanwhile `lines` of 32 elements a step are asked for, from `next` on:
    the processor by itself does not fetch far enough ahead. */
 INLINE void rows_product(

@@ -7,6 +7,8 @@ enum { LEFT_STEP = DEPTH };
 static inline long left_row(long row, long steps) { return row * steps * DEPTH; }
 static inline void left_copy(Left *to, const element *from, long count) { storef(to, SIDE, load(from, count)); }
 static inline void left_store(Left *to, vec x) { storef(to, SIDE, as_kept(x)); }
+/* Weights of attention, which are not rounded. */
+static inline void left_weights(Left *to, vec x) { storef(to, SIDE, x); }
 static inline vec left_load(const Left *from) { return loadf(from, SIDE); }
 
 /* Rows that go through 32 columns together, and through 16: their sums fill the registers. */
@@ -85,105 +87,4 @@ static inline void block_product(const Left *a, long apart, int blocks, int rows
         }
         next += each * steps * DEPTH;
     }
-}
-
-/* What attention multiplies: up to 16 rows' queries and weights, 16 keys, and where KEYS values lie. `clean` has room
-   for values that are changed. */
-typedef struct {
-    float query[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
-    float keys[SIDE][LARGEST_HEAD] __attribute__((aligned(64)));
-    float weights[SIDE][KEYS] __attribute__((aligned(64)));
-    element clean[KEYS][LARGEST_HEAD] __attribute__((aligned(64)));
-    const element *values[KEYS];
-} Sides;
-
-static inline void clear_queries(Sides *s, long size) { (void)s, (void)size; }
-
-static inline void widen(const element *from, long size, float *to)
-{
-    long d = 0;
-    for (; d + SIDE <= size; d += SIDE) storef(to + d, SIDE, load(from + d, SIDE));
-    if (d < size) storef(to + d, SIDE, load(from + d, size - d));
-}
-
-static inline void place_query(Sides *s, int row, const element *from, long size) { widen(from, size, s->query[row]); }
-
-/* scores [rows][16], rows `apart`, of 16 keys of `size` elements that lie behind each other. Each is summed in 16 parts
-   of ascending depth, which are added up. */
-static inline void score_keys(Sides *s, const element *keys, long size, int rows, float *scores, long apart)
-{
-    for (int i = 0; i < SIDE; i++) widen(keys + i * size, size, s->keys[i]);
-    for (int r = 0; r < rows; r++)
-        for (int first = 0; first < SIDE; first += 4) {
-            vec sums[4] = {vzero(), vzero(), vzero(), vzero()};
-            for (long d = 0; d < size; d += SIDE) {
-                vec q = loadf(s->query[r] + d, SIDE);
-                for (int i = 0; i < 4; i++) sums[i] = vfma(q, loadf(s->keys[first + i] + d, SIDE), sums[i]);
-            }
-            sum_four(sums, scores + r * apart + first);
-        }
-}
-
-/* A row's weights of keys 16 i on. */
-static inline void place_weights(Sides *s, int row, long i, vec weights)
-{
-    storef(s->weights[row] + i * SIDE, SIDE, weights);
-}
-
-/* Where the values of keys k and k + 1 lie, null beyond the last. What is not finite shows in sums: see clean_values. */
-static inline int place_values(Sides *s, long k, const element *one, const element *other, long size, uint8_t *wild)
-{
-    (void)size, (void)wild;
-    s->values[k] = one, s->values[k + 1] = other;
-    return 0;
-}
-
-/* Values [count][size] that are not finite become 0, `wild` says of which keys; returns whether there are any. */
-static inline int clean_values(Sides *s, long size, long count, uint8_t *wild)
-{
-    int some = 0;
-    for (long k = 0; k < count; k++) {
-        vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
-        for (long d = 0; d < size; d += SIDE) {
-            vec x = load(s->values[k] + d, size - d), none = vsub(x, x);
-            rest = vadd(rest, none);
-            store(s->clean[k] + d, SIDE, vselect(vdiffers(none, vzero()), vzero(), x));
-        }
-        if (!any_nan(rest)) continue;
-        s->values[k] = s->clean[k];
-        some = wild[k] = 1;
-    }
-    return some;
-}
-
-INLINE int mix_rows(
-    const Sides *s, int row, const int rows, long d, long left, long count, float *mixed)
-{
-    vec sums[4], rest = vzero();
-    for (int r = 0; r < rows; r++) sums[r] = vzero();
-    for (long k = 0; k < count; k++) {
-        vec values = load(s->values[k] + d, left);
-        for (int r = 0; r < rows; r++) sums[r] = vfma(vall(s->weights[row + r][k]), values, sums[r]);
-    }
-    for (int r = 0; r < rows; r++) {
-        storef(mixed + (row + r) * 2 * SIDE, SIDE, sums[r]);
-        rest = vadd(rest, vsub(sums[r], sums[r]));
-    }
-    return any_nan(rest);
-}
-
-/* mixed [rows][32]: each row's weights of `count` keys times elements d to d + 31 of their values; returns whether any
-   is not finite. */
-static inline int mix_values(const Sides *s, long d, long size, int rows, long count, float *mixed)
-{
-    int wild = 0;
-    for (long end = d + DEPTH; d < size && d < end; d += SIDE, mixed += SIDE) {
-        long left = size - d;
-        int row = 0;
-#define MIX(n) (left >= SIDE ? mix_rows(s, row, n, d, SIDE, count, mixed) : mix_rows(s, row, n, d, left, count, mixed))
-        for (; row + 4 <= rows; row += 4) wild |= MIX(4);
-        for (; row + 2 <= rows; row += 2) wild |= MIX(2);
-        if (row < rows) wild |= MIX(1);
-    }
-    return wild;
 }

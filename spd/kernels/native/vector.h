@@ -107,16 +107,6 @@ static inline vec vexponent(vec x) { return of_ints(plus(right(as_ints(x), 23), 
 static inline vec vmantissa(vec x) { return as_vec(either(masked(as_ints(x), 0x7fffff), as_ints(vall(1.0f)))); }
 #endif
 
-#if !SPD_NEON
-/* The sums of each of four. */
-static inline void sum_four(const vec *x, float *to)
-{
-    __m256 two = _mm256_hadd_ps(folded(x[0]), folded(x[1]));
-    __m256 four = _mm256_hadd_ps(two, _mm256_hadd_ps(folded(x[2]), folded(x[3])));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
-}
-#endif
-
 OF_TWO(vadd, add_ps)
 OF_TWO(vsub, sub_ps)
 OF_TWO(vmul, mul_ps)
@@ -155,6 +145,17 @@ INLINE vec exponential(vec x)
     vec p = vall(by[0]);
     for (int i = 1; i < 6; i++) p = vfma(p, r, vall(by[i]));
     p = vadd(vfma(vmul(p, r), r, r), vall(1.0f));
+    return vscaled(p, n);
+}
+
+/* 2^x to about one unit in the last place for x up to about 0, 1 of 0; below -126 it is next to nothing; NaN stays. */
+INLINE vec power_of_two(vec x)
+{
+    x = vmax(vall(-126.0f), x);
+    vec n = vnearest(x), r = vsub(x, n);
+    static const float by[] = {1.326472731e-3f, 9.671512991e-3f, 5.550733581e-2f, 2.402224243e-1f, 6.931470037e-1f, 1.0f};
+    vec p = vall(by[0]);
+    for (int i = 1; i < 6; i++) p = vfma(p, r, vall(by[i]));
     return vscaled(p, n);
 }
 

@@ -63,7 +63,6 @@ static inline half_vec rounded(vec x)
 FOLD(vsum, add_ps)
 FOLD(vtop, max_ps)
 static inline float vfirst(vec x) { return _mm256_cvtss_f32(x.q[0]); }
-static inline __m256 folded(vec x) { return _mm256_add_ps(x.q[0], x.q[1]); }
 
 EACH(vec, vselect, _mm256_blendv_ps(no.q[i], yes.q[i], m.q[i]), mask m, vec yes, vec no)
 EACH(mask, vmore, _mm256_cmp_ps(x.q[i], y.q[i], _CMP_GT_OQ), vec x, vec y)

@@ -70,11 +70,6 @@ static inline vec of_bytes(const uint8_t *p)
 }
 static inline vec of_table(const float *table, ints x) { return _mm512_permutexvar_ps(x, _mm512_loadu_ps(table)); }
 
-static inline __m256 folded(vec x)
-{
-    return _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
-}
-
 /* Sums of products of bytes: see vector.h. */
 static inline ints alli(int32_t x) { return _mm512_set1_epi32(x); }
 static inline ints times(ints x, ints y) { return _mm512_mullo_epi32(x, y); }

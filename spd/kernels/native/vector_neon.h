@@ -63,17 +63,6 @@ FOLD(vsum, four_add_ps)
 FOLD(vtop, four_max_ps)
 static inline float vfirst(vec x) { return vgetq_lane_f32(x.q[0], 0); }
 
-/* The sums of each of four. */
-static inline void sum_four(const vec *x, float *to)
-{
-    float32x4_t sums[2][4];
-    for (int i = 0; i < 4; i++)
-        for (int half = 0; half < 2; half++) sums[half][i] = vaddq_f32(x[i].q[half], x[i].q[half + 2]);
-    for (int half = 0; half < 2; half++)
-        sums[half][0] = vpaddq_f32(vpaddq_f32(sums[half][0], sums[half][1]), vpaddq_f32(sums[half][2], sums[half][3]));
-    vst1q_f32(to, vaddq_f32(sums[0][0], sums[1][0]));
-}
-
 EACH(vec, vselect, vbslq_f32(m.q[i], yes.q[i], no.q[i]), mask m, vec yes, vec no)
 EACH(mask, vmore, vcgtq_f32(x.q[i], y.q[i]), vec x, vec y)
 EACH(mask, vdiffers, vmvnq_u32(vceqq_f32(x.q[i], y.q[i])), vec x, vec y)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from spd.kernels.native.packed import LARGE_PAGE, advise_large_pages
 from spd.runtime.layers.base import LayerCache
 from spd.runtime.models.layouts import MixerLayout, RecurrentLayout
 from spd.runtime.round.limits import NUM_RESERVED
@@ -17,12 +18,16 @@ from spd.runtime.round.limits import NUM_RESERVED
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
     """Return zeros, which on a CPU take memory only once they are written (an anonymous map).
 
-    No size may be 0.
+    They lie in large pages where they fill some. No size may be 0.
     """
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    spare = LARGE_PAGE if size > LARGE_PAGE else 0  # so that large pages can begin where it does
+    memory = mmap.mmap(-1, size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -tensor.data_ptr() % LARGE_PAGE if spare else 0
+    return advise_large_pages(tensor[begin : begin + size]).view(dtype).view(shape)
 
 
 def zero_rows(tensor: Tensor, rows: Sequence[int]) -> None:
