@@ -102,8 +102,9 @@ GGUF = """\
 
 A GGUF file (v2 or v3, little-endian, split or not) is read by its own keys and tensors; what
 llama.cpp's converter did to weights is undone when they are loaded. Types: {types}. Others are refused
-by name. Values equal those of ggml's reference bit for bit in float32. On a CPU types of four bits or more
-stay packed in memory; all others are multiplied out and rounded once, to the run's dtype. MTP heads and
+by name. Values equal those of ggml's reference bit for bit in float32. Types of four bits or more stay
+packed in memory, on a GPU but for float16; all others are multiplied out and rounded once, to the run's
+dtype. MTP heads and
 Gemma 4's assistants may stand in files of their own. A file with tensors that its model does not use is
 refused, but for those that see or hear. Not read: EAGLE-3 heads, adapters, images, and what a file cannot
 say, such as the windows of Mistral's first models, which llama.cpp drops.

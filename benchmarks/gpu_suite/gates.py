@@ -272,6 +272,10 @@ def _sparse_gates() -> Iterator[Gate]:
     yield table(
         "int4 products up to 8 rows, of the read rate", figures=shares, minimum=0.4, goal=0.75
     )
+    shares = partial(_shares, beginnings=["GGUF "], sizes=DECODE_ROWS)
+    yield table(
+        "GGUF's types up to 8 rows, of the read rate", figures=shares, minimum=0.4, goal=0.75
+    )
     for k in (1, 3):
         name = f"MTP at a 7B shape, k = {k}, of the speculative byte ceiling"
         yield Gate(name, "sparse_models", partial(_ceiling, k=k), minimum=0.75)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu_suite.block_weights import draw_blocks
 from benchmarks.gpu_suite.graph_timer import Call, Timer
 from benchmarks.gpu_suite.shapes import Shape
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
@@ -164,17 +165,22 @@ def draw_case(bench: Bench, vocab: int, hidden: int, rows: Sequence[int]) -> Row
 
 
 def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows:
-    """Measure the embedding, the last norm, and the norm after a block with the sum that follows
-    it."""
+    """Measure the embedding, the last norm, and the norm after a block with the sum that follows it.
+
+    The embedding also of a table in blocks.
+    """
     kernels = bench.kernels
     table_rows = Rows()
     table = bench.normal(vocab, hidden)
+    blocks = draw_blocks("Q8_0", vocab, hidden, table.device)
     weight = bench.normal(hidden)
     for count in rows:
         ids = torch.randint(vocab, (count,), device=table.device)
         x, squares = kernels.embed(ids, table)
         rival: list[Call] = [partial(F.embedding, ids, table)]
         table_rows[f"embed {count}"] = bench.row([partial(kernels.embed, ids, table)], None, rival)
+        lookup = partial(kernels.code_rows, ids, blocks, bench.dtype)
+        table_rows[f"rows in Q8_0 {count}"] = bench.row([lookup], None, rival)
         rival = [partial(F.rms_norm, x, (hidden,), weight, EPSILON)]
         norm = partial(kernels.rms_norm_rows, x, squares, weight, EPSILON)
         table_rows[f"norm {count}"] = bench.row([norm], None, rival)

@@ -15,20 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_suite.block_weights import TYPES, draw_blocks
 from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
 from spd.kernels.experts.moe import ExpertWeights
-from spd.kernels.linear.few_bits import (
-    GroupedWeight,
-    TiledWeight,
-    quantize_int4,
-    quantize_int8,
-    tile_weight,
-)
+from spd.kernels.linear.few_bits import GroupedWeight, quantize_int4, quantize_int8
 from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
+from spd.kernels.linear.tiled_weight import TiledWeight, tile_weight
 from spd.runtime.layers.skinny_linear import SkinnyLinear, share_workspace
 
 CACHE_BYTES = 50 << 20
@@ -136,7 +132,7 @@ def other_experts(ids: Tensor, count: int, turns: int) -> list[Tensor]:
 
 
 def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int]) -> Rows:
-    """Measure a product by eight-bit weights; the rival is the same product by 16-bit ones."""
+    """Measure a product by weights in codes; the rival is the same product by 16-bit ones."""
     kernels = bench.kernels
     table_rows = Rows()
     copies = bench.timer.copies(n * k)
@@ -159,6 +155,10 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
 
 
 def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
+    """Return a weight in codes of a kind; of a GGUF type random ones of its shape."""
+    if kind in TYPES:
+        n, k = weight.shape
+        return draw_blocks(kind, n, k, weight.device)
     if kind in ("int4", "int8"):
         return tile_weight(quantize_int4(weight) if kind == "int4" else quantize_int8(weight))
     n, k = weight.shape
@@ -167,7 +167,7 @@ def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
     return tile_weight(GroupedWeight("e4m3", codes, scales, None, GROUP))
 
 
-def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> AnyWeight:
+def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> Tensor | TiledWeight:
     if kind == "wide":
         return bench.normal(count, n, k, scale=k**-0.5)
     weights = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
@@ -211,4 +211,8 @@ def sparse_cases() -> dict[str, Case]:
     for kind in ("int8", "fp8", "int4"):
         for n, k in ((4096, 12288), (24576, 4096), (7168, 18432)):
             cases[f"{kind} {n}x{k}"] = partial(eight_bit_case, kind=kind, n=n, k=k, rows=(1, 4, 8))
+    for kind in TYPES:
+        cases[f"GGUF {kind} 24576x4096"] = partial(
+            eight_bit_case, kind=kind, n=24576, k=4096, rows=(1, 4, 8)
+        )
     return cases

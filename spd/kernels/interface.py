@@ -28,6 +28,7 @@ from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.head_input import HeadRows, PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
+from spd.kernels.linear.tiled_weight import TiledWeight
 from spd.kernels.native.packed import PackedProducts
 from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
@@ -67,6 +68,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def code_rows(self, token_ids: Tensor, table: TiledWeight, dtype: torch.dtype) -> Tensor:
+        """Return rows [T, H] of a table [V, H] in GGUF's blocks for token_ids int64 [T].
+
+        Ids lie in [0, V). Values are float32, rounded once.
+        """
+        ...
+
     def rms_norm_rows(
         self, x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float
     ) -> Tensor:
@@ -85,7 +93,8 @@ class Kernels(Protocol):
         """
         ...
 
-    # Products. A weight is [N, K], as checkpoints store it, or a `TiledWeight` of codes and scales.
+    # Products. A weight is [N, K], as checkpoints store it, or a `TiledWeight` of codes and scales,
+    # or several of different forms, whose rows follow each other.
 
     def linear(
         self,

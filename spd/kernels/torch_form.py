@@ -9,7 +9,7 @@ from spd.kernels.capabilities import CAPABILITIES, Capabilities
 from spd.kernels.experts.moe import experts, route, router_logits
 from spd.kernels.latent.mla_attention import head_linear, latent_store, mla_attention
 from spd.kernels.linear.head_input import head_input, keep_states
-from spd.kernels.linear.rows import embed, norm_residual, rms_norm_rows
+from spd.kernels.linear.rows import code_rows, embed, norm_residual, rms_norm_rows
 from spd.kernels.linear.skinny_linear import head_logits, head_sample, linear, norm_gate_up
 from spd.kernels.native.packed import PackedProducts
 from spd.kernels.recurrent.delta_rule import delta_chunks, delta_rule, gated_norm
@@ -29,6 +29,7 @@ class TorchKernels:
     native: PackedProducts | None = None
 
     embed = staticmethod(embed)
+    code_rows = staticmethod(code_rows)
     rms_norm_rows = staticmethod(rms_norm_rows)
     norm_residual = staticmethod(norm_residual)
     linear = staticmethod(linear)

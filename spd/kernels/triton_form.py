@@ -12,7 +12,7 @@ from spd.kernels.latent.mla_attention_triton import head_linear, latent_store, m
 from spd.kernels.linear import skinny_linear_triton
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.head_input_triton import head_input, keep_states
-from spd.kernels.linear.rows_triton import embed, norm_residual, rms_norm_rows
+from spd.kernels.linear.rows_triton import code_rows, embed, norm_residual, rms_norm_rows
 from spd.kernels.linear.skinny_config import NARROW_TILES, TokenTileLimits
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
 from spd.kernels.recurrent.delta_rule_triton import delta_chunks, delta_rule
@@ -37,6 +37,7 @@ class TritonKernels:
         self.tile_limits = tile_limits
 
     embed = staticmethod(embed)
+    code_rows = staticmethod(code_rows)
     rms_norm_rows = staticmethod(rms_norm_rows)
     norm_residual = staticmethod(norm_residual)
     head_input = staticmethod(head_input)

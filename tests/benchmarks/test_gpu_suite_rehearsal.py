@@ -17,6 +17,7 @@ from benchmarks.gpu_suite import recurrent_cases as recurrent
 from benchmarks.gpu_suite import round_cases as rounds
 from benchmarks.gpu_suite import round_times as times
 from benchmarks.gpu_suite import sparse_cases as sparse
+from benchmarks.gpu_suite.block_weights import TYPES
 from benchmarks.gpu_suite.digest import digest
 from benchmarks.gpu_suite.end_to_end import config_of, run_plain
 from benchmarks.gpu_suite.graph_timer import Once
@@ -63,6 +64,10 @@ CASES: dict[str, kernels.Case] = {
     **{
         kind: partial(sparse.eight_bit_case, kind=kind, n=64, k=48, rows=(1, 3))
         for kind in ("int8", "fp8")
+    },
+    **{
+        f"GGUF {kind}": partial(sparse.eight_bit_case, kind=kind, n=64, k=256, rows=(1, 3))
+        for kind in TYPES
     },
     "delta_rule": partial(recurrent.delta_case, shape=DELTA, slots=2, lengths=(0, 2)),
     "short_conv": partial(recurrent.conv_case, shape=DELTA, slots=2, lengths=(0, 2)),

@@ -18,17 +18,20 @@ from torch import Tensor
 from spd.formats.block_config import RouterConfig
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.capabilities import SUPER_BLOCK
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.experts.moe import ExpertWeights
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import GELU, RELU2, SILU, Activation
-from spd.kernels.linear.few_bits import TiledWeight
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.head_input import PairNorms
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm
+from spd.kernels.linear.tiled_weight import TiledWeight, tile_weight
 from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.round.window import ENDED, Paging, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
+from spd.runtime.models.gguf_forms import FORMS
 from spd.runtime.round.state import RoundState
 from tests.kernels.sampling_cases import EVERY_STEP, PLAIN, map_tensors, random_case, with_steps
 
@@ -55,11 +58,15 @@ def of(dtype: torch.dtype, *shape: int) -> Tensor:
     return meta_tensor(dtype, shape)
 
 
-def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False) -> AnyWeight:
+def weight_of(
+    dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False
+) -> Tensor | TiledWeight:
     """Return a weight [..., N, K] in eight bits of a kind, in codes with zeros, or in the dtype."""
     if kind is None:
         return meta_tensor(dtype, shape)
     *experts, n, k = shape
+    if isinstance(kind, str) and kind in FORMS:
+        return blocks_of(dtype, kind, *shape, normed=normed)
     if isinstance(kind, str):
         code, group = kind.split()
         scales = meta_tensor(BF16, (*experts, n, k // int(group)))
@@ -72,6 +79,35 @@ def weight_of(dtype: torch.dtype, kind: Kind, *shape: int, normed: bool = False)
     columns = of(dtype, k) if normed else None
     codes = meta_tensor(kind, shape)
     return TiledWeight("int8", codes, scales, None, 0, columns, torch.Size(shape))
+
+
+def blocks_of(dtype: torch.dtype, kind: str, *shape: int, normed: bool = False) -> TiledWeight:
+    """Return a weight [..., N, K] of a GGUF type's blocks, as `tile_weight` lays them out."""
+    k = shape[-1]
+    spec = FORMS[kind]
+    assert spec.group is not None
+    parts = dict.fromkeys(spec.columns_per_parameter)
+
+    def part(name: str, columns: int, dtype: torch.dtype) -> Tensor | None:
+        return meta_tensor(dtype, (*shape[:-1], columns)) if name in parts else None
+
+    scale_dtype = torch.float16 if spec.scales == "float16" else torch.uint8
+    codes = meta_tensor(torch.uint8, (*shape[:-1], k // 2 if spec.is_paired else k))
+    scales = part("scales", k // spec.group, scale_dtype)
+    assert scales is not None
+    return tile_weight(
+        GroupedWeight(
+            spec.kind,
+            codes,
+            scales,
+            None,
+            spec.group,
+            of(dtype, k) if normed else None,
+            minima=part("minima", k // spec.group, scale_dtype),
+            factors=part("factors", k // SUPER_BLOCK, F16),
+            minimum_factors=part("minimum_factors", k // SUPER_BLOCK, F16),
+        )
+    )
 
 
 def dense(
@@ -145,8 +181,11 @@ def products() -> Launches:
         cases |= dense("8b", BF16, big, kind=kind) | dense(
             name="8b_wide", dtype=BF16, sizes=big, rows=64, kind=kind, ops=WIDE
         )
-    for code in CODED:
+    for code in (*CODED, *FORMS):
         cases |= dense("8b", BF16, big, kind=code)
+    for code in FORMS:
+        table = blocks_of(BF16, code, VOCAB, 4096)
+        cases[f"rows_8b_{code}"] = partial(OPS.code_rows, of(I64, 4), table, BF16)
     cases |= head("8b_wide_bf16", BF16, 64, WIDE)
     cases["gelu_9b_bf16"] = dense("9b", BF16, (3584, 8192, 4096, 14336), act=GELU)["9b_bf16"]
     limited = Activation("silu", 16.0)
@@ -278,7 +317,7 @@ def experts() -> Launches:
 
     cases: Launches = {"30b": partial(layer, 128, 2048, 768, 1, 1)}
     cases["v3"] = partial(layer, 256, 7168, 2048, 8, 4, kind="e4m3 128")
-    for code in CODED:
+    for code in (*CODED, *FORMS):
         cases[f"30b_{code}"] = partial(layer, 128, 2048, 768, 1, 1, kind=code)
     swiglu = Activation("swiglu", 7.0, 1.702)
     limited = Activation("silu", 7.0)

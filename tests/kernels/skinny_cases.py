@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.linear.few_bits import (
-    GroupedWeight,
-    TiledWeight,
-    pack_nibbles,
-    quantize_int8,
-    tile_weight,
-)
+from spd.kernels.linear.few_bits import GroupedWeight, pack_nibbles, quantize_int8
 from spd.kernels.linear.skinny_config import LinearConfig
-from spd.kernels.linear.skinny_linear import AnyWeight
+from spd.kernels.linear.tiled_weight import TiledWeight, tile_weight
+from spd.runtime.models.gguf_forms import FORMS
 from tests.kernels.forms import normal
+from tests.kernels.gguf_cases import drawn_blocks, grouped
 
 SMALL = LinearConfig(block_n=16, block_k=32, stages=2)
 
@@ -59,20 +55,22 @@ def drawn(
 def make_weight(
     n: int, k: int, device: str, kind: str = "int8", columns: bool = False
 ) -> TiledWeight:
-    """Return a random int8 weight whose rows' scales differ much, or one of any codes by "kind
-    group"."""
+    """Return a random int8 weight whose rows' scales differ much, one of any codes by "kind
+    group", or one of a GGUF type's blocks."""
     factors = (1 + normal(k, seed=k).abs()).to(device) if columns else None
     if kind == "int8":
         weight = quantize_int8(
             normal(n, k, seed=n + k) * torch.exp2(torch.arange(n) % 5 - 2.0)[:, None]
         )
+    elif kind in FORMS:
+        weight = grouped(kind, drawn_blocks(kind, n, k), n)
     else:
         code, group = kind.split()
         weight = drawn(code, n, k, int(group), code.startswith("int") and group != "128")
     return tile_weight(replace(weight.map_tensors(lambda part: part.to(device)), columns=factors))
 
 
-def exact(weight: AnyWeight) -> Tensor:
+def exact(weight: Tensor | TiledWeight) -> Tensor:
     """Return a weight's values by their definition, in float64."""
     if isinstance(weight, Tensor):
         return weight.double()

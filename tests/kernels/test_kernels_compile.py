@@ -41,13 +41,14 @@ FEW = (
     "|gelu|greedy|noise|^truncated|law_plain|rejection|kept|^plain_"
     "|out_|30b_int4|8b_e2m1|mamba|^1$|^32$"
     "|sinks|limited|^oss|^gemma|^step|^nemotron"
+    "|_(Q4_[01]|Q5|Q6|Q8|IQ4|MXFP4)|30b_Q4_K"
 )
 """What the default lane leaves out: every kernel is compiled, and not in each of its forms."""
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
 OF_TRITON_3_5 = """
 abs add arange atomic_add bfloat16 cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float16
 float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 join load log max maximum min minimum
-num_programs permute program_id reshape rsqrt sigmoid split static_range store sum trans uint32 uint8 uint64
+num_programs permute program_id reshape rsqrt sigmoid split static_range store sum tensor trans uint32 uint8 uint64
 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spd.kernels.linear import few_bits
+from spd.kernels.linear import few_bits, tiled_weight
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import FLOAT32
 from tests.kernels.forms import needs_compiled, noise, normal
@@ -35,8 +35,9 @@ def test_tiles_hold_the_same_numbers(case: tuple, monkeypatch: pytest.MonkeyPatc
     """Made a few rows at a time, too."""
     weight = drawn(*case)
     values = weight.plain(torch.float32)
-    monkeypatch.setattr(few_bits, "STRIP_VALUES", 700)
-    assert torch.equal(few_bits.tile_weight(weight).plain(torch.float32), values)
+    for module in (few_bits, tiled_weight):
+        monkeypatch.setattr(module, "STRIP_VALUES", 700)
+    assert torch.equal(tiled_weight.tile_weight(weight).plain(torch.float32), values)
 
 
 @needs_compiled
@@ -79,7 +80,7 @@ def test_int8_is_within_half_a_step() -> None:
     wide[5] = 0
     quantized = few_bits.quantize_int8(wide)
     assert ((quantized.plain(torch.float32) - wide).abs() <= 0.5001 * quantized.scales).all()
-    numbers = few_bits.tile_weight(quantized).codes.int()
+    numbers = tiled_weight.tile_weight(quantized).codes.int()
     assert numbers.abs().amax(1).tolist() == [127] * 5 + [0] + [127] * 27
     assert quantized.scales[5] == 1 and not numbers[5].any()
     half = few_bits.quantize_int8(torch.tensor([[127.0, 0.5, 1.5, -2.5]]))

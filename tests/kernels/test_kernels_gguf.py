@@ -1,4 +1,4 @@
-"""Weights as GGUF's blocks hold them: their values, and the C kernels' products of their codes."""
+"""Weights as GGUF's blocks hold them: their values, and kernels' products of their codes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ import pytest
 import torch
 
 from spd.formats.gguf.block_types import BY_NAME
+from spd.kernels.dispatch import load_kernels
+from spd.kernels.linear import tiled_weight
 from spd.kernels.linear.few_bits import StackedWeight
+from spd.kernels.linear.skinny_linear import Norm
+from spd.kernels.linear.tiled_weight import StackedTiles, tile_weight
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import FLOAT32, ROUNDED, epilogue_of
 from spd.runtime.load.gguf_blocks import VALUES
 from spd.runtime.models.gguf_forms import FORMS
-from tests.kernels.forms import ACTS, apply_activation, assert_rounded, needs_compiled, noise
+from tests.kernels.forms import (
+    ACTS,
+    apply_activation,
+    assert_rounded,
+    needs_compiled,
+    noise,
+    normal,
+)
 from tests.kernels.gguf_cases import drawn_blocks, grouped
 
 SIZES = [(96, 512), (33, 768)]
@@ -33,6 +44,76 @@ def test_codes_mean_what_blocks_mean(name: str) -> None:
 def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
     kind = BY_NAME[name]
     assert FORMS[name].bytes_of((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("columns", [256, 768, 1536])
+def test_tiles_mean_what_blocks_mean(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take what was planned, for one matrix and for experts', made in strips of rows."""
+    blocks = drawn_blocks(name, 12, columns)
+    expected = VALUES[name](blocks).view(12, columns)
+    monkeypatch.setattr(tiled_weight, "STRIP_VALUES", 5 * columns)
+    weight = grouped(name, blocks, 12)
+    tiles = tile_weight(weight)
+    assert torch.equal(tiles.plain(torch.float32), expected)
+    assert sum(part.nbytes for part in tiles.tensors) == FORMS[name].bytes_of((12, columns))
+    stacked = tile_weight(weight.as_experts(3))
+    assert torch.equal(stacked.plain(torch.float32), expected.view(3, 4, columns))
+
+
+@pytest.mark.parametrize(("name", "columns"), [("Q4_1", 96), ("Q5_0", 160), ("Q8_0", 352)])
+def test_tiles_of_steps_that_columns_do_not_fill_mean_what_blocks_mean(
+    name: str, columns: int
+) -> None:
+    blocks = drawn_blocks(name, 5, columns)
+    tiles = tile_weight(grouped(name, blocks, 5))
+    assert torch.equal(tiles.plain(torch.float32), VALUES[name](blocks).view(5, columns))
+    assert sum(part.nbytes for part in tiles.tensors) <= FORMS[name].bytes_of((5, columns))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_triton_looks_rows_up_in_tiles(name: str) -> None:
+    """Values are those of blocks bit for bit, each rounded once; exponents of all sizes."""
+    pytest.importorskip("triton")
+    kernels = load_kernels("triton")
+    blocks = drawn_blocks(name, 100, 768)
+    if name == "MXFP4":
+        blocks[:, 0] = torch.arange(len(blocks)) % 253
+    table = tile_weight(grouped(name, blocks, 100))
+    ids = torch.tensor([99, 0, 31, 32, 16, 99])
+    expected = VALUES[name](blocks).view(100, 768)[ids]
+    for form in (kernels, load_kernels("torch")):
+        for dtype in (torch.float32, torch.float16):
+            assert torch.equal(form.code_rows(ids, table, dtype), expected.to(dtype))
+
+
+def test_triton_multiplies_stacked_matrices_one_by_one() -> None:
+    """Each piece has the bits that it has alone, with its part of the bias; gates too."""
+    pytest.importorskip("triton")
+    ops = load_kernels("triton")
+    sizes = {"Q4_K": 20, "Q6_K": 12, "Q8_0": 8}
+    pieces = [
+        tile_weight(grouped(name, drawn_blocks(name, rows, 256), rows))
+        for name, rows in sizes.items()
+    ]
+    stack = StackedTiles(tuple(pieces))
+    x = normal(3, 256, seed=1)
+    bias = normal(40, seed=2)
+    norm = Norm(x.square().sum(1, keepdim=True), 1e-6)
+    result = ops.linear(x, stack, bias, None, norm)[0]
+    first = 0
+    for piece in pieces:
+        columns = slice(first, first + piece.shape[0])
+        first = columns.stop
+        alone = ops.linear(x, piece, bias[columns], None, norm)[0]
+        assert torch.equal(result[:, columns], alone)
+    expected = load_kernels("torch").norm_gate_up(
+        x=x, weight=stack, bias=bias, workspace=None, norm=norm
+    )
+    opened = ops.norm_gate_up(x=x, weight=stack, bias=bias, workspace=None, norm=norm)
+    torch.testing.assert_close(opened, expected, rtol=1e-4, atol=1e-3)
 
 
 @needs_compiled

@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd.formats.gguf.block_types import BY_NAME
 from spd.kernels.experts import moe
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import quantize_int8, tile_weight
+from spd.kernels.linear.few_bits import quantize_int8
+from spd.kernels.linear.tiled_weight import tile_weight
 from spd.kernels.native.packed import PackedWeight
+from spd.runtime.models.gguf_forms import FORMS
 from tests.kernels.forms import (
     ACTS,
     EVERY,
@@ -25,6 +28,7 @@ from tests.kernels.forms import (
     normal,
     parametrize_forms,
 )
+from tests.kernels.gguf_cases import drawn_blocks, grouped
 from tests.kernels.skinny_cases import drawn
 
 # -- routing -------------------------------------------------------------------------------------------
@@ -161,7 +165,11 @@ def prepared(form: Form, expert_weights: moe.ExpertWeights) -> moe.ExpertWeights
 
 
 def stacked(kind: str, count: int, n: int, k: int, device: str, dtype: torch.dtype) -> Any:
-    """Return matrices in the dtype, in int8 by rows, or of any codes by "kind group"."""
+    """Return matrices in the dtype, in int8 by rows, of any codes by "kind group", or of a GGUF
+    type's blocks."""
+    if kind in FORMS:
+        blocks = grouped(kind, drawn_blocks(kind, count * n, k), count * n).as_experts(count)
+        return blocks.map_tensors(lambda part: part.to(device))
     wide = normal(count, n, k, seed=n + k) / k**0.5
     if kind == "plain":
         return wide.to(device, dtype)
@@ -233,11 +241,18 @@ EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
     ("int8", act, *SIZES[3]) for act in ACTS[1:]
 ]
 """With biases where the activation is gpt-oss's."""
+IN_LANE: tuple[int, ...] = (0, 1, 3, 6, 8, 9, 12, 15, 17, 18)
+BLOCKS = [
+    (name, SILU, 2, *((256, 256) if BY_NAME[name].elements == 256 else (96, 160)), 3, 2)
+    for name in FORMS
+]
+IN_LANE += tuple(len(EXPERTS) + [*FORMS].index(name) for name in ("Q4_0", "Q8_0", "Q6_K"))
+EXPERTS += BLOCKS
 
 
 @pytest.mark.parametrize(
     ("form", "kind", "act", "count", "k", "n", "rows", "per_token"),
-    parametrize_forms(EXPERTS, (0, 1, 3, 6, 8, 9, 12, 15, 17, 18), *EVERY[1:]),
+    parametrize_forms(EXPERTS, IN_LANE, *EVERY[1:]),
     indirect=["form"],
     ids=str,
 )

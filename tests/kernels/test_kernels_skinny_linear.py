@@ -26,7 +26,7 @@ from spd.kernels.linear import rows_triton as rows_twin
 from spd.kernels.linear import skinny_linear as reference
 from spd.kernels.linear import skinny_linear_triton as twin
 from spd.kernels.linear.activation import SILU
-from spd.kernels.linear.few_bits import quantize_int8, tile_weight
+from spd.kernels.linear.few_bits import quantize_int8
 from spd.kernels.linear.skinny_config import (
     LinearConfig,
     config_for,
@@ -35,11 +35,13 @@ from spd.kernels.linear.skinny_config import (
     workspace_sizes,
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
-from spd.kernels.linear.skinny_product_triton import row_pointers
+from spd.kernels.linear.tiled_weight import tile_weight
+from spd.kernels.linear.weight_operands_triton import row_pointers
 from spd.kernels.sampling import sampling_triton
 from spd.kernels.sampling.sampling import SamplingTensors
 from spd.runtime.lab.tile_checks import widest_exact_tiles
 from spd.runtime.load.token_tiles import TESTED_LIMITS, WEIGHT_DTYPES
+from spd.runtime.models import gguf_forms
 from tests.kernels.compile_ahead import DEVICES
 from tests.kernels.forms import ACTS, COMPILED, Form, apply_activation, assert_rounded, near, normal
 from tests.kernels.skinny_cases import SMALL, Operands, exact, sample_operands, squares_of
@@ -72,6 +74,20 @@ CODED = [
 ]
 """Every kind and group, with halves of a step beyond K, parts of K, and a last group that is
 partial."""
+BLOCKS = [
+    ("Q8_0", 33, 160, 17),
+    ("Q4_0", 40, 288, 1),
+    ("Q4_1", 70, 96, 5),
+    ("Q5_0", 16, 416, 17),
+    ("Q5_1", 34, 160, 3),
+    ("Q4_K", 35, 512, 17),
+    ("Q5_K", 40, 256, 16),
+    ("Q6_K", 33, 768, 2),
+    ("IQ4_NL", 48, 224, 17),
+    ("IQ4_XS", 34, 256, 5),
+    ("MXFP4", 70, 352, 17),
+]
+"""Every type of GGUF's blocks that stays packed, with steps that K does not fill."""
 EVERY_CASE: list[Any] = [
     (("plain", *shape), config) for shape in SHAPES for config in (SMALL, SPLIT, None)
 ]
@@ -81,7 +97,10 @@ FEW_CASES = [*EVERY_CASE[:24:4], *EVERY_CASE[24::5]]
 """Of plain weights every second shape and every config; of each kind of eight bits two shapes."""
 CASES = [pytest.param(*case, slice(None), marks=pytest.mark.slow) for case in EVERY_CASE]
 CASES += [pytest.param(*case, slice(i % 2, i % 2 + 1)) for i, case in enumerate(FEW_CASES)]
-CASES += [pytest.param(case, (SPLIT, None)[i % 2], slice(None)) for i, case in enumerate(CODED)]
+CASES += [
+    pytest.param(case, (SPLIT, None)[i % 2], slice(None))
+    for i, case in enumerate([*CODED, *BLOCKS])
+]
 
 
 def choice(config: LinearConfig) -> Callable[..., LinearConfig]:
@@ -299,7 +318,7 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
 
 @pytest.mark.covers(1)
 @FORMS
-@pytest.mark.parametrize("kind", ["plain", "int8", "e2m1 32", "int4 64"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "e2m1 32", "int4 64", *gguf_forms.FORMS])
 def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
     kind: str,
     config: LinearConfig,
@@ -310,7 +329,9 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
     """Nor on how many rows there are."""
     tried, places = (range(1, 17), range(17)) if device == "cuda" else ((1, 16), (6,))
     for dtype in dtypes if device == "cuda" else dtypes[-1:]:
-        n, k = (24, 80) if kind == "plain" else (48, 140 if kind == "int8" else 320)
+        n, k = {"plain": (24, 80), "int8": (48, 140)}.get(
+            kind, (48, 512 if kind in gguf_forms.FORMS else 320)
+        )
         o = Operands(n, k, 17, dtype, device, kind=kind)
         config = replace(config, block_k=step_of(o.weight) or config.block_k)
         monkeypatch.setattr(twin, "_config", choice(config))

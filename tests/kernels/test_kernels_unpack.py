@@ -18,9 +18,14 @@ MASK = 0xFFFFFFFF
 
 
 def permuted(a: int, b: int, order: int) -> int:
-    """Compute PTX's prmt: each of four bytes is one of the eight of a and b."""
+    """Compute PTX's prmt: each of four bytes is one of the eight of a and b, or its sign repeated."""
     all_bytes = a.to_bytes(4, "little") + b.to_bytes(4, "little")
-    return int.from_bytes(bytes(all_bytes[order >> 4 * place & 7] for place in range(4)), "little")
+    chosen = []
+    for place in range(4):
+        selector = order >> 4 * place
+        byte = all_bytes[selector & 7]
+        chosen.append((255 if byte & 128 else 0) if selector & 8 else byte)
+    return int.from_bytes(bytes(chosen), "little")
 
 
 def pair(word: int, dtype: torch.dtype) -> Tensor:
@@ -36,13 +41,14 @@ def fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
     return int(low | high << 16)
 
 
-def executed(text: str, codes: int, zeros: int, dtype: torch.dtype) -> list[float]:
+def executed(text: str, codes: int, zeros: int, dtype: torch.dtype, upper: int = 0) -> list[float]:
     """Return the four numbers that PTX computes from four bytes."""
-    registers: dict[str, int] = {"$2": codes, "$3": zeros}
+    registers: dict[str, int] = {"$2": codes, "$3": zeros, "$4": upper}
     steps: dict[str, Any] = {
         "mov": lambda a: a,
         "and": lambda a, b: a & b,
         "or": lambda a, b: a | b,
+        "not": lambda a: ~a,
         "shl": lambda a, by: a << by,
         "shr": lambda a, by: a >> by,
         "prmt": permuted,
@@ -60,7 +66,7 @@ def executed(text: str, codes: int, zeros: int, dtype: torch.dtype) -> list[floa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("high", [False, True], ids=["low", "high"])
-@pytest.mark.parametrize("kind", ["int4", "e2m1", "e4m3"])
+@pytest.mark.parametrize("kind", ["int4", "e2m1", "e4m3", "iq4", "mx4"])
 def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> None:
     if kind == "e4m3" and high:
         pytest.skip("a code fills its byte")
@@ -79,3 +85,36 @@ def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> 
                 text, int.from_bytes(bytes(code_bytes), "little"), zero * 0x01010101, dtype
             )
             assert result == right.tolist(), (first, zero)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("high", [False, True], ids=["low", "high"])
+@pytest.mark.parametrize("kind", ["int5", "int6"])
+def test_every_code_with_upper_bits_is_its_number(
+    kind: Any, high: bool, dtype: torch.dtype
+) -> None:
+    """Whatever stands in the other half of its byte, and in the other bits of the upper ones."""
+    bits = 1 if kind == "int5" else 2
+    for shift in range(0, 8, bits):
+        text = unpack_triton.conversion_assembly(kind, high, dtype == torch.float16, shift)
+        for first in range(shift, 256, 8):
+            lower = [first, (first * 7 + 3) % 256, (first * 13 + 5) % 256, 255 - first]
+            upper = [(first * 5 + 1) % 256, 255 - first, first, (first * 11 + 7) % 256]
+            for zero in (0, 16, 32):
+                right = [
+                    float(
+                        ((low >> 4 if high else low & 15) | (up >> shift & (1 << bits) - 1) << 4)
+                        - zero
+                    )
+                    for low, up in zip(lower, upper, strict=True)
+                ]
+                words = [int.from_bytes(bytes(numbers), "little") for numbers in (lower, upper)]
+                result = executed(text, words[0], zero * 0x01010101, dtype, words[1])
+                assert result == right, (first, shift, zero)
+
+
+def test_minus_ones_are_minus_ones() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        text = unpack_triton.minus_ones_assembly(dtype == torch.float16)
+        words = [int(word.strip(" ;}").split()[-1], 0) for word in text.split(";")[:2]]
+        assert [pair(word, dtype).tolist() for word in words] == [[-1.0, -1.0]] * 2

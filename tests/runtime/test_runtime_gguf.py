@@ -46,7 +46,7 @@ def write_folder(file: Path, folder: Path) -> Path:
         "intermediate_size": SIZES["inner"],
         "num_attention_heads": SIZES["heads"],
         "num_key_value_heads": SIZES["kv_heads"],
-        "num_hidden_layers": SIZES["layers"],
+        "num_hidden_layers": model.config.num_layers,
         "vocab_size": SIZES["vocab"],
         "rope_theta": 10000.0,
         "torch_dtype": "float32",
@@ -80,14 +80,40 @@ def test_packed_types_run_as_their_values(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@needs_compiled
-def test_a_file_of_several_types_is_kept_packed(tmp_path: Path) -> None:
+@pytest.mark.covers(count=2)
+@pytest.mark.parametrize("kind", FORMS)
+def test_packed_types_give_the_same_tokens_by_triton(tmp_path: Path, kind: str) -> None:
+    """In the interpreter, against torch's values; no matrix is stored dequantized."""
+    file = write_tiny_gguf(tmp_path / "a.gguf", kind, layers=1, vocab=96)
+    prompts = random_prompts(1, 5, 90, seed=1)
+    engine = make_engine(file, kernels="triton", dtype="float32", spec="off")
+    assert engine.plan.weights == FORMS[kind].kind
+    assert engine.info.plan["weight_bytes"] < 1.05 * file.stat().st_size
+    greedy = [SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)]
+    runs = run_all(engine, prompts, greedy)
+    for kernels in ("torch", "auto"):
+        other = make_engine(file, kernels=kernels, dtype="float32", spec="off")
+        assert [run.tokens for run in run_all(other, prompts, greedy)] == [
+            run.tokens for run in runs
+        ]
+
+
+def test_triton_multiplies_float16_by_wide_weights(tmp_path: Path) -> None:
+    """Codes could overflow in float16 before the norm's scales."""
+    file = write_tiny_gguf(tmp_path / "a.gguf", "Q4_K", layers=1, vocab=96)
+    engine = make_engine(file, kernels="triton", dtype="float16", spec="off")
+    assert engine.plan.weights == "float16"
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiled), "triton"])
+def test_a_file_of_several_types_is_kept_packed(tmp_path: Path, kernels: str) -> None:
     """Values have another type than queries and keys: the three are one matrix of pieces."""
     kinds = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q6_K", "token_embd.weight": "Q8_0"}
-    file = write_tiny_gguf(tmp_path / "a.gguf", {**kinds, "": "Q4_K"})
+    kinds |= {"ffn_up.weight": "Q5_0"} if kernels == "triton" else {}
+    file = write_tiny_gguf(tmp_path / "a.gguf", {**kinds, "": "Q4_K"}, layers=1)
     folder = write_folder(file, tmp_path / "folder")
-    prompt = random_prompts(1, 40, 300, seed=1)[0]
-    engine = make_engine(file, kernels="native", dtype="float32")
+    prompt = random_prompts(1, 40 if kernels == "native" else 3, 300, seed=1)[0]
+    engine = make_engine(file, kernels=kernels, dtype="float32", spec="off")
     expected = compute_logits(make_engine(folder, kernels="torch"), prompt)
     torch.testing.assert_close(compute_logits(engine, prompt), expected, rtol=1e-3, atol=1e-3)
     assert engine.info.plan["weight_bytes"] < 1.1 * file.stat().st_size

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import GroupedWeight, TiledWeight
+from spd.kernels.linear.few_bits import GroupedWeight
 from spd.kernels.linear.int8_activations import codes_linear
 from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
 from spd.kernels.linear.skinny_linear import plain_weight
+from spd.kernels.linear.tiled_weight import TiledWeight
 from spd.kernels.native.packed import PackedWeight
 
 WINDOW_TILE_ROWS = 4

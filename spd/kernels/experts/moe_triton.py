@@ -19,7 +19,6 @@ from torch import Tensor
 
 from spd.kernels.experts.moe import ExpertWeights, RoutingRule
 from spd.kernels.launch import ceil_div, device_properties, pdl_options, power_of_two
-from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.skinny_config import (
     TOKEN_TILE,
     LinearConfig,
@@ -29,13 +28,9 @@ from spd.kernels.linear.skinny_config import (
 )
 from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
-from spd.kernels.linear.skinny_product_triton import (
-    activated,
-    gate_and_up,
-    product,
-    row_width,
-    rows_of_weight,
-)
+from spd.kernels.linear.skinny_product_triton import activated, gate_and_up, product
+from spd.kernels.linear.tiled_weight import TiledWeight
+from spd.kernels.linear.weight_operands_triton import row_width, rows_of_weight, weight_from_row
 from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
@@ -163,16 +158,9 @@ def list_rows_kernel(ids, lists, counts, pairs, BLOCK: tl.constexpr, PDL: tl.con
     tl.store(counts + expert, count)
 
 
-@triton.jit
-def expert_row(parameters, expert, stride):
-    """Return the pointer to an expert's scales or zeros; None where there are none."""
-    if parameters is not None:
-        return parameters + expert * stride
-
-
 @triton.jit(do_not_specialize=["pairs", "per_token"])
 def experts_gate_up_kernel(
-    w, scale, zero, scale_stride, bias, x, lists, counts, inner, pairs, per_token, n, k,
+    weight, bias, x, lists, counts, inner, pairs, per_token, n, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, ACT: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, PDL: tl.constexpr,
@@ -186,9 +174,8 @@ def experts_gate_up_kernel(
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
-    expert_codes = w + expert * (n if ACT == "relu2" else 2 * n) * width
-    scales = expert_row(scale, expert, scale_stride)
-    zeros = expert_row(zero, expert, scale_stride)
+    height = n if ACT == "relu2" else 2 * n
+    own = weight_from_row(weight, expert * height, k, GROUP_K, CODE, BLOCK_K)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
@@ -196,16 +183,16 @@ def experts_gate_up_kernel(
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         row_t = tl.where(place < count, pair // per_token, pairs)
         if ACT == "relu2":
-            rows = rows_of_weight(expert_codes, first, n, width, BLOCK_N)
+            rows = rows_of_weight(own.stored, first, n, width, BLOCK_N)
             value = product(
-                rows, scales, zeros, None, x, first, row_t, pairs, n, k,
+                rows, own, x, first, row_t, pairs, n, k,
                 GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
             )  # fmt: skip
             value = tl.where(value < 0.0, 0.0, value)
             value *= value
         else:
             gate, up = gate_and_up(
-                expert_codes, scales, zeros, None, x, first, row_t, pairs, n, k,
+                own, x, first, row_t, pairs, n, k,
                 GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
             )  # fmt: skip
             if bias is not None:
@@ -221,7 +208,7 @@ def experts_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def experts_down_kernel(
-    w, scale, zero, scale_stride, bias, inner, lists, counts, outputs, pairs, n, k,
+    weight, bias, inner, lists, counts, outputs, pairs, n, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -231,16 +218,15 @@ def experts_down_kernel(
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
-    weight_rows = rows_of_weight(w + expert * n * width, first, n, width, BLOCK_N)
-    scales = expert_row(scale, expert, scale_stride)
-    zeros = expert_row(zero, expert, scale_stride)
+    own = weight_from_row(weight, expert * n, k, GROUP_K, CODE, BLOCK_K)
+    weight_rows = rows_of_weight(own.stored, first, n, width, BLOCK_N)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
         place = start + tl.arange(0, BLOCK_T)
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         total = product(
-            weight_rows, scales, zeros, None, inner, first, pair, pairs, n, k,
+            weight_rows, own, inner, first, pair, pairs, n, k,
             GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
         if bias is not None:
@@ -319,7 +305,7 @@ def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearC
 
     Many experts fill a device anyway.
     """
-    values = operands_of(weight)[0]
+    values = operands_of(weight).stored
     device = device_properties(values.device)
     size = values.element_size()
     config = replace(
@@ -330,12 +316,6 @@ def _product_config(n: int, k: int, weight: AnyWeight, *, pair: bool) -> LinearC
             replace(config, block_n=TALL_BLOCK_N, stages=3), TOKEN_TILE, size, device
         )
     return gate_up_config(config, n) if pair else config
-
-
-def _expert_operands(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int]:
-    """Return values, scales, zeros, and the stride between the scales of two experts."""
-    values, scales, zeros, _ = operands_of(weight)
-    return values, scales, zeros, 0 if scales is None else scales.stride(0)
 
 
 def experts(
@@ -399,13 +379,9 @@ def _multiply_gate_up(
     pairs = lists.shape[1]
     n = rows // 2 if act.gated else rows
     inner = torch.empty(pairs, n, dtype=x.dtype, device=x.device)
-    values, scales, zeros, scale_stride = _expert_operands(gate_up)
     config = _product_config(rows, k, gate_up, pair=act.gated)
     experts_gate_up_kernel[(ceil_div(rows, config.block_n), count)](
-        values,
-        scales,
-        zeros,
-        scale_stride,
+        operands_of(gate_up),
         expert_weights.gate_up_bias,
         x,
         lists,
@@ -428,13 +404,9 @@ def _multiply_down(
     count, k, n = down.shape
     pairs = lists.shape[1]
     outputs = torch.empty(pairs, k, dtype=torch.float32, device=inner.device)
-    values, scales, zeros, scale_stride = _expert_operands(down)
     config = _product_config(k, n, down, pair=False)
     experts_down_kernel[(ceil_div(k, config.block_n), count)](
-        values,
-        scales,
-        zeros,
-        scale_stride,
+        operands_of(down),
         bias,
         inner,
         lists,

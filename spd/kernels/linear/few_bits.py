@@ -151,65 +151,6 @@ class StackedWeight:
         return torch.cat([piece.plain(dtype) for piece in self.pieces])
 
 
-@dataclass(frozen=True)
-class TiledWeight(Codes):
-    """A `GroupedWeight` [..., N, K] as tiles on a matrix unit read it, made by `tiled`.
-
-    codes: uint8 [..., N, K]; or two of four bits in a byte, in whole steps of `step` columns: byte
-    j of one holds those of columns j, in its low half, and j + step / 2. group 0: codes are
-    numbers, int8 [..., N, K], whose scales, of whole rows, meet the sums.
-    """
-
-    shape: torch.Size = torch.Size()
-
-    @property
-    def step(self) -> int | None:
-        """Return the columns that a tile multiplies at a time; None if any number is possible."""
-        return tile_step(self.kind, self.group) if self.group else None
-
-    def plain(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [..., N, K] in a dtype, each value rounded once."""
-        codes = self.codes
-        width = self.shape[-1]
-        if not self.group:
-            values = codes.float() * self.scales.float()
-        else:
-            if self.kind in ("int4", "e2m1"):
-                steps = codes.view(*codes.shape[:-1], -1, tile_step(self.kind, self.group) // 2)
-                codes = torch.stack((steps & 15, steps >> 4), dim=-2).flatten(-3)[..., :width]
-            values = dequantize(self.kind, codes, self.scales, self.zeros, self.group)
-        return (values if self.columns is None else values * self.columns.float()).to(dtype)
-
-
-def tile_step(kind: CodeKind, group: int) -> int:
-    """Return the columns of a step: two halves of at most a group each, or a group of at most
-    128."""
-    return 2 * min(64, group) if kind in ("int4", "e2m1") else min(128, group)
-
-
-def tile_weight(weight: GroupedWeight) -> TiledWeight:
-    """Return a weight in tiles. Groups have 16, 32, 64, a multiple of 128, or all columns."""
-    width = weight.shape[-1]
-    codes = weight.codes
-    group = weight.group if weight.group < width else -(-width // 128) * 128
-    if weight.kind == "int8" and weight.zeros is None and weight.group >= width:
-        codes = (codes ^ DEFAULT_ZERO_POINTS["int8"]).view(torch.int8)
-        group = 0
-    if weight.minima is not None or weight.factors is not None:
-        raise ValueError("tiles hold neither minima nor factored scales")
-    if weight.kind in ("int4", "e2m1"):
-        step = tile_step(weight.kind, group)
-        parts = torch.split(codes.flatten(0, -2), max(1, STRIP_VALUES // width))
-        strips = (F.pad(unpack_nibbles(part), (0, -width % step)) for part in parts)
-        halves = (strip.view(strip.shape[0], -1, 2, step // 2).unbind(-2) for strip in strips)
-        codes = torch.cat([(low | high << 4).flatten(-2) for low, high in halves]).view(
-            *codes.shape[:-1], -1
-        )
-    return TiledWeight(
-        weight.kind, codes, weight.scales, weight.zeros, group, weight.columns, weight.shape
-    )
-
-
 def unpack_nibbles(codes: Tensor) -> Tensor:
     """Return codes uint8 [..., K] of bytes [..., K / 2] that hold two each."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)

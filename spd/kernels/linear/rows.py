@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.linear.norm_gate import rms_norm
+from spd.kernels.linear.tiled_weight import TiledWeight
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -23,6 +24,11 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
     if scale is not None:
         x = x * scale
     return x, sum_of_squares(x)
+
+
+def code_rows(token_ids: Tensor, table: TiledWeight, dtype: torch.dtype) -> Tensor:
+    """Compute `Kernels.code_rows` by torch."""
+    return table.plain(dtype)[token_ids]
 
 
 def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

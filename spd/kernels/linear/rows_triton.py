@@ -9,11 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.launch import ceil_div, pdl_options, power_of_two
+from spd.kernels.linear.block_product_triton import block_values
 from spd.kernels.linear.norm_gate import rms_norm
+from spd.kernels.linear.skinny_linear_triton import operands_of
+from spd.kernels.linear.tiled_weight import BLOCK_STEP, TiledWeight
+from spd.kernels.linear.weight_operands_triton import weight_from_row
 from spd.kernels.overlap_triton import wait_and_release
 
 COPY_BLOCK = 2048
 """Values of a program that computes a part of a row."""
+CODE_BLOCK = 512
+"""Codes of a program that computes a part of a row."""
 WARPS = 8
 """Warps of a program that holds a full row of the stream."""
 
@@ -35,6 +41,24 @@ def embed_kernel(
     tl.store(x + row * h + column, value, mask=column < h)
     value32 = value.to(tl.float32)
     tl.store(squares + row * tl.num_programs(1) + part, tl.sum(value32 * value32, 0))
+
+
+@triton.jit
+def code_rows_kernel(
+    token_ids, weight, y, k, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Store a part of one row of a weight in blocks, each value rounded once.
+
+    The launch must disable fused multiply-add, so that a minimum is taken off as ggml does it.
+    """
+    wait_and_release(PDL)
+    row = tl.program_id(0)
+    token = tl.load(token_ids + row).to(tl.int64)
+    own = weight_from_row(weight, token, k, GROUP_K, CODE, BLOCK_K)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = block_values(own, tl.minimum(column, k - 1), GROUP_K, CODE, BLOCK_K)
+    tl.store(y + row * k + column, value.to(y.dtype.element_ty), mask=column < k)
 
 
 @triton.jit
@@ -93,6 +117,28 @@ def embed(token_ids: Tensor, table: Tensor, scale: float | None = None) -> tuple
         num_warps=4,
     )
     return x, squares
+
+
+def code_rows(token_ids: Tensor, table: TiledWeight, dtype: torch.dtype) -> Tensor:
+    """Launch `Kernels.code_rows`."""
+    rows = token_ids.shape[0]
+    k = table.shape[1]
+    block = min(power_of_two(k), CODE_BLOCK)
+    y = torch.empty(rows, k, dtype=dtype, device=table.device)
+    code_rows_kernel[(rows, ceil_div(k, block))](
+        token_ids,
+        operands_of(table),
+        y,
+        k,
+        GROUP_K=table.group,
+        CODE=table.kind,
+        BLOCK_K=BLOCK_STEP,
+        BLOCK=block,
+        enable_fp_fusion=False,
+        **pdl_options(y.device),
+        num_warps=4,
+    )
+    return y
 
 
 def rms_norm_rows(x: Tensor, squares: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:

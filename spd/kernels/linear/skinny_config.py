@@ -65,6 +65,10 @@ are, so attention has tiles of half as many rows.
 """
 
 
+WIDE_UNIT_ARCHITECTURES = (9, *TENSOR_MEMORY_ARCHITECTURES)
+"""Architectures whose matrix units serve four warps together."""
+
+
 def config_for(
     n: int, k: int, itemsize: int, device: Device, step: int | None = None
 ) -> LinearConfig:
@@ -139,9 +143,20 @@ def gate_up_config(config: LinearConfig, n: int) -> LinearConfig:
     return replace(config, block_n=max(32, config.block_n))
 
 
-def chunk_config(config: LinearConfig) -> LinearConfig:
-    """Return the config for a prompt chunk by a weight of bytes, which is compute-bound."""
-    return replace(config, block_n=64, split_k=1, warps=4, stages=3, block_t=TOKEN_TILES[-1])
+def chunk_config(
+    config: LinearConfig, device: Device, *, has_minima: bool = False, has_short_tiles: bool = False
+) -> LinearConfig:
+    """Return the config for a prompt chunk by a weight of bytes, which is compute-bound.
+
+    Tokens are added up beside products where groups have minima: half of them, where a warp's
+    registers hold all sums. Tensor memory has no room for the many sums of short tiles, which rows
+    too few for it keep in registers.
+    """
+    is_narrow = has_minima and device.capability[0] not in WIDE_UNIT_ARCHITECTURES
+    block_t = TOKEN_TILES[-2] if is_narrow else TOKEN_TILES[-1]
+    in_registers = has_short_tiles and device.capability[0] in TENSOR_MEMORY_ARCHITECTURES
+    block_n = 32 if in_registers else 64
+    return replace(config, block_n=block_n, split_k=1, warps=4, stages=3, block_t=block_t)
 
 
 def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:

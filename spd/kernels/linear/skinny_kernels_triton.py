@@ -17,12 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spd.kernels.linear.skinny_product_triton import (
-    activated,
-    gate_and_up,
-    part_of_k,
+from spd.kernels.linear.skinny_product_triton import activated, gate_and_up, part_of_k, product
+from spd.kernels.linear.weight_operands_triton import (
     per_byte,
-    product,
     row_pointers,
     row_width,
     rows_of_weight,
@@ -127,7 +124,7 @@ def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
-    w, scale, zero, columns, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k,
+    weight, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k, y_stride,
     epsilon,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
@@ -135,10 +132,10 @@ def linear_kernel(
 ):  # fmt: skip
     """Store y = x Wᵀ, scaled by the norm if squares is not None, plus bias, plus residual.
 
-    It also stores the squares of y.
+    It also stores the squares of y. Rows of y may be columns of wider ones, y_stride apart.
     """
     first = tl.program_id(1) * BLOCK_N
-    weight_rows = rows_of_weight(w, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
+    weight_rows = rows_of_weight(weight.stored, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
     prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL)
     wait(PDL)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -152,7 +149,7 @@ def linear_kernel(
     if residual is not None:
         stream = tl.load(row_pointers(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
     total = product(
-        weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
+        weight_rows, weight, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
@@ -171,7 +168,7 @@ def linear_kernel(
     if residual is not None:
         total += stream.to(tl.float32)
     rounded = total.to(y.dtype.element_ty)
-    tl.store(row_pointers(y, row_t, n) + row_n[:, None], rounded, mask=mask)
+    tl.store(row_pointers(y, row_t, y_stride) + row_n[:, None], rounded, mask=mask)
     if squares_out is not None:
         value = tl.where(mask, rounded.to(tl.float32), 0.0)
         at_squares = squares_out + row_t * tl.num_programs(1) + tl.program_id(1)
@@ -180,7 +177,7 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gate_up_kernel(
-    w, scale, zero, columns, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
+    weight, x, y, bias, squares, partials, counters, rows, n, k, epsilon,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, ACT: tl.constexpr, LIMIT: tl.constexpr,
@@ -194,14 +191,21 @@ def gate_up_kernel(
         gate_shift = tl.load(bias + row_n, mask=row_n < n, other=0.0)
         up_shift = tl.load(bias + n + row_n, mask=row_n < n, other=0.0)
     width = row_width(k, BLOCK_K, CODE)
-    prefetch_weights(rows_of_weight(w, first, n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL)
     prefetch_weights(
-        rows_of_weight(w, n + first, 2 * n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL
+        rows_of_weight(weight.stored, first, n, width, BLOCK_N), k, BLOCK_K, SPLIT_K, CODE, PDL
+    )
+    prefetch_weights(
+        rows_of_weight(weight.stored, n + first, 2 * n, width, BLOCK_N),
+        k,
+        BLOCK_K,
+        SPLIT_K,
+        CODE,
+        PDL,
     )
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(
-        w, scale, zero, columns, x, first, row_t, rows, n, k,
+        weight, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
@@ -227,7 +231,7 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["rows", "step", "window"])
 def head_kernel(
-    w, scale, zero, columns, x, logits, ranks, seed, position, step, temperature, window, ids, usable,
+    weight, x, logits, ranks, seed, position, step, temperature, window, ids, usable,
     rows, n, k,
     GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
@@ -241,7 +245,7 @@ def head_kernel(
     first = tl.program_id(1) * BLOCK_N
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
-    weight_rows = rows_of_weight(w, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
+    weight_rows = rows_of_weight(weight.stored, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
     prefetch_weights(weight_rows, k, BLOCK_K, 1, CODE, PDL)
     wait(PDL)
     if logits is None:
@@ -253,7 +257,7 @@ def head_kernel(
             token = tl.load(ids + row_n, mask=is_drawable, other=0).to(tl.int32)
             is_drawable = is_drawable & (token < usable)
     score = product(
-        weight_rows, scale, zero, columns, x, first, row_t, rows, n, k,
+        weight_rows, weight, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
     )  # fmt: skip
     release(PDL)

@@ -5,7 +5,8 @@ of x as stored, for any P. Their sum over P, divided by K, is the mean square, s
 its reader one factor a row. The norm's scales are folded into the matrix that follows it when
 weights are loaded: W' = W * norm_weight. Weights are [N, K], contiguous, as checkpoints store them.
 
-A weight may also be a `TiledWeight`: codes of four or eight bits, with scales.
+A weight may also be a `TiledWeight`: codes of four to eight bits, with scales; or several of
+different forms, one below the other.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import TiledWeight
 from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.rows import sum_of_squares
+from spd.kernels.linear.tiled_weight import StackedTiles, TiledWeight
 from spd.kernels.sampling.philox import STREAM_TARGET, gumbel
 
 
@@ -35,7 +36,13 @@ class LinearWorkspace:
     counters: Tensor
 
 
-AnyWeight = Tensor | TiledWeight
+AnyWeight = Tensor | TiledWeight | StackedTiles
+"""A weight [N, K] of products; embeddings, heads and what is added to the stream have one form."""
+
+
+def pieces_of(weight: AnyWeight) -> tuple[Tensor | TiledWeight, ...]:
+    """Return the matrices that a product multiplies one by one, in the order of their rows."""
+    return weight.pieces if isinstance(weight, StackedTiles) else (weight,)
 
 
 def step_of(weight: AnyWeight) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, device_properties, pdl_options, power_of_two
 from spd.kernels.linear.activation import SILU, Activation
-from spd.kernels.linear.few_bits import TiledWeight
+from spd.kernels.linear.norm_gate import activate
 from spd.kernels.linear.skinny_config import (
     NARROW_TILES,
     REGISTER_BOUND_TILE,
@@ -30,7 +30,16 @@ from spd.kernels.linear.skinny_config import (
     workspace_sizes,
 )
 from spd.kernels.linear.skinny_kernels_triton import gate_up_kernel, head_kernel, linear_kernel
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
+from spd.kernels.linear.skinny_linear import (
+    AnyWeight,
+    Draw,
+    LinearWorkspace,
+    Norm,
+    pieces_of,
+    step_of,
+)
+from spd.kernels.linear.tiled_weight import StackedTiles, TiledWeight
+from spd.kernels.linear.weight_operands_triton import WeightOperands
 from spd.kernels.sampling.philox_triton import choose_kernel
 
 PARTS_BLOCK = 128
@@ -49,7 +58,7 @@ def _config(
 ) -> LinearConfig:
     """Return the config for a weight, with gate and up rows together if `pair`, and x's token
     tile."""
-    values = operands_of(weight)[0]
+    values = operands_of(weight).stored
     n, k = weight.shape
     device = device_properties(weight.device)
     size = values.element_size()
@@ -59,12 +68,20 @@ def _config(
     return with_tile(gate_up_config(config, n) if pair else config, tile, size, device)
 
 
-def operands_of(weight: AnyWeight) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the first arguments of a product's kernel: values or codes, scales, zeros, column
-    factors."""
-    if isinstance(weight, TiledWeight):
-        return weight.codes, weight.scales, weight.zeros, weight.columns
-    return weight, None, None, None
+def operands_of(weight: AnyWeight) -> WeightOperands:
+    """Return a weight of one form as the kernels of products take it."""
+    if isinstance(weight, Tensor):
+        return WeightOperands(weight)
+    assert isinstance(weight, TiledWeight)
+    return WeightOperands(
+        weight.codes,
+        weight.upper,
+        weight.scales,
+        weight.zeros,
+        weight.minima,
+        weight.factors,
+        weight.columns,
+    )
 
 
 def launch_of(
@@ -132,14 +149,59 @@ def linear(
     chunk: bool = False,
     tile_limits: TokenTileLimits = NARROW_TILES,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch `Kernels.linear`; squares have a part for each tile of the weight's rows."""
+    """Launch `Kernels.linear`, once for each piece of a weight; only one piece adds to a stream."""
+    rows = x.shape[0]
+    y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
+    pieces = pieces_of(weight)
+    if len(pieces) > 1:
+        assert residual is None
+    squares_out = None
+    first = 0
+    for piece in pieces:
+        columns = slice(first, first + piece.shape[0])
+        squares_out = _linear_into(
+            y[:, columns],
+            x,
+            piece,
+            None if bias is None else bias[columns],
+            workspace,
+            norm,
+            residual,
+            chunk=chunk,
+            tile_limits=tile_limits,
+        )
+        first = columns.stop
+    return y, squares_out
+
+
+def _linear_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor | TiledWeight,
+    bias: Tensor | None,
+    workspace: LinearWorkspace | None,
+    norm: Norm | None,
+    residual: Tensor | None,
+    *,
+    chunk: bool,
+    tile_limits: TokenTileLimits,
+) -> Tensor | None:
+    """Write a product into y [T, N], columns of contiguous rows.
+
+    Return the squares of y onto a residual, a part for each tile of the weight's rows.
+    """
     rows, k = x.shape
     n = weight.shape[0]
-    config = (
-        chunk_config(_config(weight, x, NARROW_TILES)) if chunk else _config(weight, x, tile_limits)
-    )
+    config = _config(weight, x, NARROW_TILES if chunk else tile_limits)
+    if chunk:
+        operands = operands_of(weight)
+        config = chunk_config(
+            config,
+            device_properties(x.device),
+            has_minima=operands.minima is not None,
+            has_short_tiles=operands.upper is not None,
+        )
     tiles = ceil_div(n, config.block_n)
-    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     squares_out = None
     if residual is not None:
         squares_out = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
@@ -147,12 +209,8 @@ def linear(
     partials, counters = _workspace(
         workspace=workspace, n=n, rows=rows, config=config, device=x.device
     )
-    values, scales, zeros, columns = operands_of(weight)
     linear_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
-        values,
-        scales,
-        zeros,
-        columns,
+        operands_of(weight),
         x,
         y,
         bias,
@@ -164,11 +222,12 @@ def linear(
         rows,
         n,
         k,
+        y.stride(0),
         epsilon,
         **_split_constants(config, squares),
         **launch_of(config, weight, x),
     )
-    return y, squares_out
+    return squares_out
 
 
 def norm_gate_up(
@@ -183,8 +242,12 @@ def norm_gate_up(
 ) -> Tensor:
     """Launch `Kernels.norm_gate_up`.
 
-    A program holds gate rows and the up rows that belong to them.
+    A program holds gate rows and the up rows that belong to them. Gates and inputs of different
+    forms are multiplied one by one, and rounded before their activation.
     """
+    if isinstance(weight, StackedTiles):
+        both = linear(x, weight, bias, workspace, norm, tile_limits=tile_limits)[0]
+        return activate(both.float(), act).to(x.dtype)
     rows, k = x.shape
     n = weight.shape[0] // 2
     config = _config(weight, x, tile_limits, pair=True)
@@ -192,13 +255,9 @@ def norm_gate_up(
     partials, counters = _workspace(
         workspace=workspace, n=2 * n, rows=rows, config=config, device=x.device
     )
-    values, scales, zeros, columns = operands_of(weight)
     tiles = ceil_div(2 * n, config.block_n)
     gate_up_kernel[(ceil_div(rows, config.block_t), tiles, config.split_k)](
-        values,
-        scales,
-        zeros,
-        columns,
+        operands_of(weight),
         x,
         y,
         bias,
@@ -226,7 +285,7 @@ def _head(
     """Launch the head's kernel, for logits or a draw, over the first n rows of weight."""
     rows, k = x.shape
     head_kernel[(ceil_div(rows, config.block_t), ceil_div(n, config.block_n))](
-        *operands_of(weight),
+        operands_of(weight),
         x,
         logits,
         *draw,

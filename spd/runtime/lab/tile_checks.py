@@ -12,9 +12,10 @@ from torch import Tensor
 
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import Kernels
-from spd.kernels.linear.few_bits import quantize_int8, tile_weight
+from spd.kernels.linear.few_bits import quantize_int8
 from spd.kernels.linear.skinny_config import TOKEN_TILES
 from spd.kernels.linear.skinny_linear import AnyWeight, Norm
+from spd.kernels.linear.tiled_weight import tile_weight
 from spd.kernels.seeded import seeded_generator
 from spd.runtime.load.token_tiles import (
     WEIGHT_DTYPES,

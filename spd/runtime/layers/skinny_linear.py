@@ -19,7 +19,15 @@ from spd.kernels.interface import Kernels
 from spd.kernels.launch import device_properties
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.skinny_config import config_for, workspace_sizes
-from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm, step_of
+from spd.kernels.linear.skinny_linear import (
+    AnyWeight,
+    Draw,
+    LinearWorkspace,
+    Norm,
+    pieces_of,
+    step_of,
+)
+from spd.kernels.linear.tiled_weight import TiledWeight
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import FoldedNorm, OutputHead, RowNorm, RowStep, activation_steps
 
@@ -72,6 +80,23 @@ class SkinnyLinear(OutputHead):
         are fused.
         """
         return self.kernels.head_sample(hidden, self.weight, draw, self.ids)
+
+
+class TiledEmbedding:
+    """An embedding whose table [V, H] is in GGUF's blocks, shared with the head where they are
+    tied.
+    """
+
+    def __init__(self, product: SkinnyLinear, dtype: torch.dtype) -> None:
+        assert isinstance(product.weight, TiledWeight)
+        self.table = product.weight
+        self.kernels = product.kernels
+        self.dtype = dtype
+        self.shape = self.table.shape
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows [T, H] of ids int64 [T]."""
+        return self.kernels.code_rows(ids, self.table, self.dtype)
 
 
 class WindowProduct(Protocol):
@@ -201,7 +226,7 @@ def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
     """Give products that run in turn one workspace, for up to `rows` rows."""
     partials = 0
     counters = 0
-    for weight in (product.weight for product in products):
+    for weight in (piece for product in products for piece in pieces_of(product.weight)):
         n, k = weight.shape
         itemsize = weight.element_size() if isinstance(weight, Tensor) else 1
         config = config_for(

@@ -25,7 +25,6 @@ from spd.formats.names import EMBEDDING, HEAD
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.linear import AnyEmbedding, OutputHead
-from spd.runtime.layers.native_linear import PackedEmbedding
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.gguf_weights import make_gguf_filler, read_values
 from spd.runtime.load.packed_weights import make_unpacking_filler
@@ -267,10 +266,10 @@ class ModelBuilder:
             tied_head = head if is_tied else None
             embedding = self.builder.embedding(tables.matrix("embedding"), vocab_size, tied_head)
         assert embedding is not None and head is not None
-        if "embedding" in tables and isinstance(embedding, PackedEmbedding):
-            # The head has packed the codes; the tables' copy is not needed.
-            tables.grouped.clear()
+        if "embedding" in tables.grouped:
             tables.pop("embedding")
+        # Products have their own copies of codes, in the order that kernels read.
+        tables.grouped.clear()
         return embedding, head
 
     def _build_layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:
@@ -399,9 +398,9 @@ def load_model(
     builder = LayerBuilder(execution, config.rms_norm_eps / config.scales.residual**2)
     models: list[Decoder] = []
     on_cuda = torch.device(execution.device).type == "cuda"
-    # Matrices that are rounded at load would be in memory twice, and unrounded.
-    is_rounded = execution.form.kind in ("int8", "int4")
-    allocates_first = on_cuda and head is None and load != "dummy" and not is_rounded
+    # Matrices in codes would be in memory twice, and before they are rounded or packed.
+    is_wide = execution.form.kind == "wide"
+    allocates_first = on_cuda and head is None and load != "dummy" and is_wide
     model_builder = ModelBuilder(config, builder, allocates_first, meter)
     fill = make_dummy_filler(execution.device, head is None and config.tie_embeddings, meter)
     with ExitStack() as files:

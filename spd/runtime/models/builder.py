@@ -23,8 +23,9 @@ from spd.kernels.linear.few_bits import (
     quantize_int4,
     quantize_int8,
     row_magnitudes,
-    tile_weight,
 )
+from spd.kernels.linear.skinny_linear import AnyWeight
+from spd.kernels.linear.tiled_weight import StackedTiles, tile_weight
 from spd.runtime.layers import linear as products
 from spd.runtime.layers import skinny_linear as skinny
 from spd.runtime.layers import torch_linear as dense
@@ -238,6 +239,8 @@ class LayerBuilder:
         self, weight: StoredWeight, bias: Tensor | None = None, post_norm: RowNorm | None = None
     ) -> products.ResidualProjection:
         """Return a product by weight [N, K] that is added to the stream, in this builder's backend."""
+        if self.fold_norms:
+            weight = self._unstack(weight)  # one kernel adds up the squares of the stream's rows
         product = self._make_product(weight, bias)
         self.products.append(product)
         if isinstance(product, NativeLinear):
@@ -259,11 +262,9 @@ class LayerBuilder:
         """
         if self.kernels.native is not None:
             return NativeLinear(weight, bias, self.kernels.native, gated=gated)
-        weight = self._unstack(weight)
-        if self.kernels.capabilities.folds_norms:
-            laid_out = tile_weight(weight) if isinstance(weight, GroupedWeight) else weight
-            return skinny.SkinnyLinear(laid_out, bias, self.kernels)
-        return dense.Linear(weight, self.dtype, bias)
+        if self.fold_norms:
+            return skinny.SkinnyLinear(_tile(weight), bias, self.kernels)
+        return dense.Linear(self._unstack(weight), self.dtype, bias)
 
     def _unstack(self, weight: StoredWeight) -> Tensor | GroupedWeight:
         """Return a weight whose pieces have different codes dequantized, any other unchanged."""
@@ -277,9 +278,12 @@ class LayerBuilder:
         head: the product by the same table, None where they are not tied.
         """
         if isinstance(table, GroupedWeight):
-            product = head if isinstance(head, NativeLinear) else self._make_product(table, None)
-            assert isinstance(product, NativeLinear) and self.ranks is None
-            return PackedEmbedding(product)
+            assert self.ranks is None
+            product = self._make_product(table, None) if head is None else head
+            if isinstance(product, NativeLinear):
+                return PackedEmbedding(product)
+            assert isinstance(product, skinny.SkinnyLinear)
+            return skinny.TiledEmbedding(product, self.dtype)
         assert isinstance(table, Tensor)
         if self.ranks is None:
             return table
@@ -336,10 +340,12 @@ class LayerBuilder:
             # Rounded once, and without a copy.
             tensors[name].mul_(scales)
             return self._stored_weight(tensors, name)
-        weight = self._unstack(self._stored_weight(tensors, name))
+        weight = self._stored_weight(tensors, name)
         if isinstance(weight, Tensor):
             return weight.mul_(scales)
         # Norms do not fold into codes.
+        if isinstance(weight, StackedWeight):
+            return StackedWeight(tuple(replace(piece, columns=scales) for piece in weight.pieces))
         return replace(weight, columns=scales)
 
     def unnormed_projection(self, tensors: BlockTensors, name: str) -> products.Projection:
@@ -456,9 +462,18 @@ class LayerBuilder:
             stacked = weight.view(count, -1, weight.shape[1])
         if self.kernels.native is not None:
             return self.kernels.native.pack(stacked, gated=gated)
-        if isinstance(stacked, GroupedWeight) and self.kernels.capabilities.folds_norms:
+        if isinstance(stacked, GroupedWeight) and self.fold_norms:
             return tile_weight(stacked)
         return stacked
+
+
+def _tile(weight: StoredWeight) -> AnyWeight:
+    """Return a weight as Triton's products read it."""
+    if isinstance(weight, GroupedWeight):
+        return tile_weight(weight)
+    if isinstance(weight, StackedWeight):
+        return StackedTiles(tuple(map(tile_weight, weight.pieces)))
+    return weight
 
 
 def _reorder_codes(weight: GroupedWeight | StackedWeight, order: list[int], part: slice) -> None:

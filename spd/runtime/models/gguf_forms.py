@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spd.formats.gguf.changes import Change, Concatenated, KeyHeadMajor, PermutedHeads, TiledHeads
+from spd.formats.gguf.changes import (
+    Change,
+    Concatenated,
+    Interleaved,
+    KeyHeadMajor,
+    PermutedHeads,
+    TiledHeads,
+)
 from spd.formats.gguf.tensors import StoredTensor
 from spd.runtime.models.weights import PackedSpec
 
@@ -47,4 +54,6 @@ def _only_moves_rows(change: Change) -> bool:
     """True if a change of the converter moved whole rows, and nothing else."""
     if isinstance(change, TiledHeads):
         return change.dim == 0
+    if isinstance(change, Interleaved):
+        return change.dim == 1
     return isinstance(change, PermutedHeads | Concatenated | KeyHeadMajor)

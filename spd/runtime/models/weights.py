@@ -305,6 +305,11 @@ class PackedSpec:
         return CODE_BITS[self.kind] == 4
 
     @property
+    def is_blocked(self) -> bool:
+        """True if it is stored as GGUF's blocks are."""
+        return self.scales not in ("float32", "bfloat16")
+
+    @property
     def columns_per_parameter(self) -> dict[str, int]:
         """Return the quantization parameters, and the columns that each number covers.
 
@@ -325,9 +330,11 @@ class PackedSpec:
         """Return the bytes of a matrix of a shape (rows, columns).
 
         Codes of four bits may be stored in full steps of two groups, at most `FOUR_BIT_STEP`
-        columns.
+        columns; GGUF's blocks always in steps of so many columns.
         """
         rows, columns = shape
+        if self.is_blocked:
+            columns = -(-columns // FOUR_BIT_STEP) * FOUR_BIT_STEP
         groups = -(-columns // (self.group or columns))
         parameters = rows * groups * (SCALE_BYTES[self.scales] * (1 + self.minima) + self.zeros)
         if self.scales == "factored":

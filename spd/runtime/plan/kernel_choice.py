@@ -39,6 +39,8 @@ OLDEST_CAPABILITY = (8, 0)
 """CUDA's capability of the oldest GPU with bfloat16 products and enough shared memory."""
 AS_STORED = "as the dtype says"
 """The reason for wide weights that were not quantized."""
+FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
+"""The reason for wide weights where Triton's kernels would multiply codes in float16."""
 SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
 """The scales that --quantize makes."""
 
@@ -199,19 +201,21 @@ def _stored_form(
         )
     if not types:
         return WIDE, AS_STORED
-    return _gguf_form(folder, types, config, kernels)
+    return _gguf_form(folder=folder, types=types, config=config, kernels=kernels, dtype=dtype)
 
 
 def _gguf_form(
-    folder: ModelFolder, types: Sequence[str], config: EngineConfig, kernels: str
+    folder: ModelFolder, types: Sequence[str], config: EngineConfig, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
     """Return the form of a GGUF file's weights and the reason for it.
 
     Blocks stay packed where the kernels multiply them.
     """
     type_names = ", ".join(types)
-    if kernels != "native" or config.load == "dummy":
-        return WIDE, f"{type_names} multiplied out: the C kernels alone keep them packed"
+    if kernels == "torch" or config.load == "dummy":
+        return WIDE, f"{type_names} multiplied out: torch's kernels keep nothing packed"
+    if kernels == "triton" and dtype == "float16":
+        return WIDE, f"{type_names} multiplied out: {FLOAT16_OVERFLOWS}"
     assert folder.gguf is not None
     packed = find_packed_specs(folder.gguf.checkpoint.stored)
     kinds = {spec.kind for spec in packed.values()}
@@ -228,8 +232,7 @@ def _packed_form(
     if config.load == "dummy":
         return WIDE, AS_STORED
     if kernels == "triton" and dtype == "float16":
-        reason = "float16 could overflow before the norm's scales"
-        return WIDE, f"{quantization.method} weights are multiplied out: {reason}"
+        return WIDE, f"{quantization.method} weights are multiplied out: {FLOAT16_OVERFLOWS}"
     tensors = folder.checkpoint.tensors
     packed = dict[str, PackedSpec]()
     odd_count = 0
