@@ -389,6 +389,8 @@ def stats_line(metrics: RequestMetrics) -> str:
     if metrics.draft_n:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
+    if metrics.draft_n_masked:
+        parts.append(f"by the grammar {metrics.draft_masked_share:.0%}")
     return " · ".join(parts)
 
 
@@ -419,5 +421,7 @@ def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> Mapping[str, Facts
         "mean acceptance length": f"{metrics.mean_acceptance_length:.2f}",
         "accepted by position": metrics.accepted_per_position,
     }
+    if metrics.draft_n_masked:
+        drafts["by the grammar"] = f"{metrics.draft_masked_share:.0%}"
     facts = {"prompt": prompt, "reply": reply, "rounds": rounds}
     return facts if info.spec == "off" else facts | {"drafts": drafts}

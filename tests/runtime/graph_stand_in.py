@@ -45,7 +45,7 @@ def tensors_in(
         elif type(container).__module__.startswith("spd.") and not isinstance(
             container, Kernels | CapturedRounds
         ):
-            inner = vars(container).items()
+            inner = getattr(container, "__dict__", {}).items()  # what has slots holds no tensors
         names = "[{}]" if isinstance(container, Mapping | list | tuple) else ".{}"
         for name, value in inner:
             yield from tensors_in(value, path + names.format(name), visited)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spd.errors import UsageError
+from spd.formats.folder import ModelFolder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
 from spd.runtime.engine.device import activate
@@ -135,6 +136,88 @@ def test_texts_match(
         # Waiting for masks costs no draft: what is verified is the same at every lag.
         assert [run.drafts for run in runs] == [run.drafts for run in runs_by_lag[0]]
     assert sum(run.metrics.draft_n_accepted for run in runs_by_lag[0][:3]) > 0
+
+
+DEMO = ModelFolder.resolve("demo").path
+GUIDED: dict[str, dict[str, Any]] = {
+    "draft": {"spec": "draft"},
+    "draft+ngram": {"spec": "draft+ngram", "ngram_min": 2},
+    "mtp": {"spec": "mtp"},
+    "ngram": {"spec": "ngram", "ngram_min": 2},
+}
+
+
+@pytest.mark.covers(1)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("method", GUIDED)
+def test_drafts_obey_the_grammar(
+    tiny: Callable[..., Path], method: str, k: int, temperature: float
+) -> None:
+    """They change no text, at no lag, and every draft that is verified is one that may follow.
+
+    The draft model has other weights than the target.
+    """
+    model = DEMO if method == "mtp" else tiny("qwen3", layers=2, seed=3)
+    config = ModelFolder(model).config
+    options = {**GUIDED[method], "draft_max": k, "slots": 3}
+    if method.startswith("draft"):
+        options["draft_model"] = tiny("qwen3", layers=1, seed=4)
+    batch = requests(temperature, 60)
+    plain = run_requests(make_fast_engine(model), batch)
+    unguided_engine = make_fast_engine(model, **options)
+    unguided_engine.round_queue.sampler.guide = None
+    unguided = run_requests(unguided_engine, batch)
+    runs_by_lag = [
+        run_requests(make_fast_engine(model, lag=lag, **options), batch) for lag in (0, 1)
+    ]
+    for runs in (*runs_by_lag, unguided):
+        assert [run.output for run in runs] == [run.output for run in plain]
+        assert runs[3].metrics.draft_n_masked == 0, "it has no grammar"
+    assert [run.drafts for run in runs_by_lag[0]] == [run.drafts for run in runs_by_lag[1]]
+    compiler = GrammarCompiler(Tokenizer.open(model), config.vocab_size)
+    for request, run in zip(batch[:3], runs_by_lag[0], strict=False):
+        metrics = run.metrics
+        assert metrics.draft_n_masked <= metrics.draft_n + k
+        assert metrics.draft_n_masked > 0 or method == "ngram"
+        grammar = compiler.compile(request.grammar, config.eos_token_ids)
+        words = mask_width(config.vocab_size)
+        for record in run.rounds:
+            rows = torch.empty(len(record.draft) + 1, words, dtype=torch.int32)
+            assert grammar.masks(record.draft, rows) == len(record.draft)
+            for token in record.committed:
+                if token not in config.eos_token_ids:
+                    grammar.accept(token)
+        if method in ("draft", "mtp"):
+            lengths = [len(record.draft) for record in run.rounds[1:]]
+            assert sum(lengths) >= 0.75 * k * len(lengths), (
+                "a masked draft is cut off at an end only"
+            )
+    counts = [sum(run.metrics.draft_n for run in runs[:3]) for runs in (runs_by_lag[0], unguided)]
+    assert counts[0] > counts[1] or method == "ngram", "masked drafts are cut off less often"
+
+
+def test_what_is_forced_follows_the_allowed_drafts(target: Path, compiler: GrammarCompiler) -> None:
+    """The grammar's state stays, and no more than the limit comes back."""
+    encode = Tokenizer.open(target).encode
+    grammar = compiler.compile(GrammarSpec("regex", "abcde(xy|zw)fgh"), [1])
+    beginning = encode("abcde")
+    assert grammar.force_drafts([], 20) == beginning
+    assert grammar.force_drafts([], 3) == beginning[:3]
+    assert grammar.force_drafts([*beginning[:2], *encode("x")], 20) == beginning
+    assert grammar.force_drafts([*beginning, *encode("z")], 20) == encode("abcdezwfgh")
+    assert grammar.force_drafts([*encode("abcdezwfgh"), 1], 20) == [*encode("abcdezwfgh"), 1]
+    rows = torch.empty(2, mask_width(VOCAB), dtype=torch.int32)
+    grammar.draft_mask(rows[:1])
+    grammar.masks((), rows[1:])
+    assert torch.equal(rows[0], rows[1]), "one token is allowed"
+    for token in beginning:
+        grammar.accept(token)
+    assert grammar.force_drafts([], 20) == []
+    twin = grammar.copy()
+    twin.accept(encode("x")[0])
+    assert twin.force_drafts([], 20) == encode("yfgh")
+    assert grammar.force_drafts(encode("z"), 20) == encode("zwfgh")
 
 
 def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
@@ -538,6 +621,12 @@ class TableMatcher:
             return 0
         self.text.append(token)
         return 1
+
+    def deep_copy(self) -> TableMatcher:
+        return TableMatcher(self.allowed, tuple(self.text))
+
+    def compute_ff_tokens(self) -> list[int]:
+        return []
 
     def rollback(self, count: int) -> None:
         del self.text[len(self.text) - count :]

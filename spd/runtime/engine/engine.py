@@ -19,6 +19,7 @@ from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.client import EngineClient, EngineInfo
 from spd.runtime.engine.device import activate, admit, open_device, out_of_memory_error
+from spd.runtime.engine.draft_guide import guide_drafts
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
@@ -75,6 +76,7 @@ class Engine(EngineClient):
             sharing=plan.shares_prefixes,
             snapshots=SnapshotPool(shape.snapshots) if shape.snapshots else None,
         )
+        guide_drafts(self.round_queue, plan, self.scheduler.slots)
         self._ready: list[Event] = []
         """Events that the next step returns."""
         self.rounds = 0
@@ -313,7 +315,8 @@ class Engine(EngineClient):
 
     def _activate(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> None:
         try:
-            activate(self.round_queue, sequence, drafts, self.plan.config.verify)
+            rule = self.plan.config.verify
+            activate(self.round_queue, sequence, sequence.force_drafts(drafts, self._k, rule), rule)
         except GrammarError as error:
             self._stop(sequence, "error", str(error))
 

@@ -9,6 +9,7 @@ Python interface, version 1.9.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -67,6 +68,12 @@ class Matcher(Protocol):
     def try_consume_tokens(self, tokens: list[int], /) -> int:
         """Advance by tokens up to the first one that is not allowed; return their number."""
 
+    def deep_copy(self) -> Matcher:
+        """Return a matcher in the same state."""
+
+    def compute_ff_tokens(self) -> list[int]:
+        """Return the tokens of the text that has to follow, as the tokenizer would write it."""
+
     def rollback(self, count: int, /) -> bool | None:
         """Undo the last `count` tokens."""
 
@@ -122,6 +129,34 @@ class Grammar:
             return self._matcher is None or self._optional
         return self.is_finished or self._matcher.is_accepting()
 
+    def copy(self) -> Grammar:
+        """Return a grammar in the same state that advances by itself."""
+        twin = copy.copy(self)
+        if self._matcher is not None:
+            twin._matcher = self._matcher.deep_copy()
+        return twin
+
+    def draft_mask(self, row: Tensor) -> None:
+        """Write a mask for the next draft to row int32 [1, words], in place.
+
+        Where only one text may follow, its next token alone is allowed. Raises GrammarError.
+        """
+        if self.is_finished:
+            raise GrammarError("the text is complete")
+        forced = []
+        if self._forces and self._matcher is not None:
+            forced = self._matcher.compute_ff_tokens()
+        if forced:
+            row.zero_()
+            row[0, forced[0] // WORD] = _token_bit(forced[0])
+        else:
+            self.masks((), row)
+
+    @property
+    def _forces(self) -> bool:
+        """True if the matcher alone says what may follow."""
+        return self._matcher is not None and self.has_begun and self._budget is None
+
     def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
         """Write a mask for the row of each draft and one more; return how many leading drafts are
         allowed.
@@ -146,6 +181,35 @@ class Grammar:
             if i < num_legal:
                 remaining = self._remaining_after(remaining, drafts[i], self._count + i)
         return num_legal
+
+    def force_drafts(self, drafts: Sequence[int], limit: int) -> list[int]:
+        """Return the leading drafts that are allowed, and behind them what the grammar forces.
+
+        At most `limit` tokens. The forced ones are those of the only text that may follow; other
+        tokens may be allowed there that begin it. The grammar's state is the same afterwards.
+        Raises GrammarError.
+        """
+        matcher = self._matcher
+        if matcher is None or not self._forces:
+            return [*drafts]
+        tokens = [*drafts[:limit]]
+        ends = [number for number, draft in enumerate(tokens) if draft in self._end_ids]
+        if ends:
+            tokens = tokens[: ends[0]]  # `masks` tests whether the text may end there
+        num_consumed = matcher.try_consume_tokens(tokens)
+        if num_consumed == len(tokens) and ends:
+            matcher.rollback(num_consumed)
+            return [*drafts]
+        del tokens[num_consumed:]
+        while len(tokens) < limit and not matcher.is_stopped():
+            forced = matcher.compute_ff_tokens()[: limit - len(tokens)]
+            count = matcher.try_consume_tokens(forced)
+            tokens += forced[:count]
+            if not count:
+                break
+        matcher.rollback(len(tokens))
+        self._raise_error(matcher)
+        return tokens
 
     def _matcher_masks(self, matcher: Matcher, drafts: Sequence[int], rows: Tensor) -> int:
         """Write the masks of the matcher alone; see `masks`."""

@@ -64,6 +64,8 @@ class RequestMetrics:
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds, by how many drafts were verified, and how many of these were accepted and emitted."""
     draft_n_accepted_raw: int = 0
+    draft_n_masked: int = 0
+    """Drafts that a grammar forced, or that were drawn among the tokens that it allows."""
 
     @property
     def rounds(self) -> int:
@@ -135,6 +137,11 @@ class RequestMetrics:
         """Accepted and emitted drafts, divided by verified drafts."""
         return self.draft_n_accepted / self.draft_n if self.draft_n else 0.0
 
+    @property
+    def draft_masked_share(self) -> float:
+        """Share of the drafts that a grammar forced or masked; those of a last round count too."""
+        return min(1.0, self.draft_n_masked / self.draft_n) if self.draft_n else 0.0
+
     def usage(self) -> Fields:
         """Return the token counts under the names of OpenAI's API."""
         return {
@@ -171,6 +178,7 @@ class RequestMetrics:
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.draft_n,
             "num_accepted_draft_tokens": self.draft_n_accepted,
+            "num_masked_draft_tokens": self.draft_n_masked,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
             "acceptance_histogram": self.acceptance_histogram,

@@ -71,7 +71,7 @@ class Detokenizer:
         """The stop string that ended the text; the text is cut before it."""
 
     def push(self, token_id: int) -> bool:
-        """Append one token; True if it completes a stop string, before which the text is then cut."""
+        """Append one token; True if it completes a stop string, before which the text is cut."""
         self._count += 1
         self._pending += self.pass_on((token_id,))
         if self._count <= self._min_tokens:
@@ -132,9 +132,11 @@ class Sequence:
     detokenizer: Detokenizer
     needs: SamplingSteps
     grammar: Grammar | None = None
-    """With a grammar, the sequence sits out rounds until the masks for its next round are written."""
+    """With a grammar, the sequence sits out rounds until the masks for its next are written."""
     defers_grammar: bool = False
     """True until the grammar begins, after the last of `stop_ids`; it sits out no round before."""
+    masked_drafts: int = 0
+    """Leading drafts of the last round that its grammar's masks have chosen among."""
     is_paused: bool = False
     """True if that token was the last one emitted, which deactivates the slot."""
     ignored_rounds: int = 0
@@ -223,6 +225,29 @@ class Sequence:
         if self.prompt_logprobs is not None and len(self.generated) == len(tokens):
             event = event._replace(prompt_logprobs=self.prompt_logprobs)
         return event
+
+    def force_drafts(
+        self, drafts: abc.Sequence[int], limit: int, verify_rule: str
+    ) -> abc.Sequence[int]:
+        """Return the drafts that the grammar allows, and behind them what it forces; count them.
+
+        At most `limit`, and none before the first token. Rules other than "coupled" test the
+        probability by which a draft was drawn, so these are left as they are. Raises GrammarError.
+        """
+        if self.grammar is None or self.defers_grammar or verify_rule != "coupled":
+            return drafts
+        if self.request.draft_max is not None:
+            limit = min(limit, self.request.draft_max)
+        forced_drafts = self.grammar.force_drafts(drafts, limit if self.generated else 0)
+        num_alike = 0
+        for draft, forced in zip(drafts, forced_drafts, strict=False):
+            if draft != forced:
+                break
+            num_alike += 1
+        num_forced = len(forced_drafts) - num_alike
+        self.metrics.draft_n_masked += min(self.masked_drafts, num_alike) + num_forced
+        self.masked_drafts = 0
+        return forced_drafts
 
     def _begin_grammar(self, tokens: list[int], reason: str | None) -> str | None:
         """Start a deferred grammar if its opening token came last; return the finish reason, if

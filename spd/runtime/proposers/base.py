@@ -129,7 +129,7 @@ class ModelProposer(Proposer):
         A slot that was admitted meanwhile has fewer: its prefilled pages, which may be shared, are
         not written.
         """
-        width = tokens + 1 + (self.state.max_draft if self.refeeds else 0)
+        width = tokens + 1 + self.state.max_draft  # a grammar may have replaced verified drafts
         rows = self._window(width, 0, self.state.occupied)
         for module in range(len(self.runners)):
             self._run(module, rows, views)
@@ -155,7 +155,9 @@ class ModelProposer(Proposer):
         """Draft k tokens a slot by the models, fewer where their context ends."""
         # After the prefill the last prompt token is fed too, though the round committed only one token.
         # A request that ended in this round is fed as well, since later requests may reuse its pages.
-        width = max(2, window.draft.shape[1] + 1) if self.refeeds else 2
+        # A grammar's drafts are not the model's own.
+        refeeds = self.refeeds or needs.grammar
+        width = max(2, window.draft.shape[1] + 1) if refeeds else 2
         took_part = window.valid[:, 0].contiguous()
         last = len(self.runners) - 1
         hidden = torch.empty(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ NUMBERS = (
     "frequency_penalty",
 )
 """The parameters that are float32 numbers; with their defaults a step changes nothing."""
+
+
+class DraftGuide(Protocol):
+    """Follows the grammars of slots along the drafts of a round, where the host is the device."""
+
+    def write_masks(self, step: int, rows: Tensor) -> None:
+        """Write the masks of the draft at `step` to rows int32 [S, 1, words], in place.
+
+        The drafts before it stand in the round's state. Rows of slots without a grammar stay.
+        """
 
 
 class Sampler:
@@ -84,6 +95,8 @@ class Sampler:
 
         Only for rules that test probabilities.
         """
+        self.guide: DraftGuide | None = None
+        """Masks the drafts of rounds with `needs.grammar`; None: drafts are not masked."""
 
     def allocate_draft_distributions(self) -> None:
         """Let drafters sample with separate noise, and store their distributions for `verify`."""
@@ -213,7 +226,8 @@ class Sampler:
         not depend on the draft. The rules that test probabilities need independent noise, so with
         `draft_distributions` the draft has its own.
         """
-        draft_needs = SamplingSteps(noise=needs.noise, bias=needs.bias)
+        is_guided = needs.grammar and self.guide is not None
+        draft_needs = SamplingSteps(noise=needs.noise, bias=needs.bias, grammar=is_guided)
         if self.draft_distributions is None:
             fused = self.draw_fused(runner, hidden, step, draft_needs)
             if fused is not None:
@@ -263,6 +277,11 @@ class Sampler:
         tensors = self.tensors(draft_needs, usable)
         if tensors.bias is not None:
             tensors = replace(tensors, bias=self._padded_bias(vocab_size))
+        if draft_needs.grammar and self.guide is not None:
+            words = mask_width(max(self.vocab_size, vocab_size))
+            rows = torch.full((self.state.slots, 1, words), -1, dtype=torch.int32)
+            self.guide.write_masks(step, rows[..., : mask_width(self.vocab_size)])
+            tensors = replace(tensors, mask=rows)
         stream = (
             STREAM_TARGET if self.draft_distributions is None else row_stream(STREAM_DRAFT, step)
         )
