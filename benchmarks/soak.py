@@ -170,7 +170,7 @@ class Soak:
             return "no server is found"
         with closing(engine):
             options = self._options
-            prompt = read_prompt(options)
+            prompt = read_prompt(options, engine.info.ctx)
             served = engine.prepare(prompt, requested_sampling(options), None, options.think)
             engine.add(served.request)
             if draws.random() < 0.2:

@@ -36,6 +36,7 @@ from tests.lanes import covering
 from tests.page_checks import check_pages
 from tests.recipes.demo_corpus import question_answers
 from tests.recipes.tiny import VARIANTS, write_tiny
+from tests.recipes.tiny_block import write_tiny_block
 from tests.recipes.tiny_eagle3 import write_tiny_eagle3
 from tests.recipes.tiny_mtp import soft_gain, write_tiny_mtp
 from tests.test_demo import ask
@@ -191,11 +192,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
         shelf / "draft", **{**VARIANTS["qwen3"], "layers": 1, "residual_gain": soft_gain}
     )
     head = write_tiny_eagle3(shelf / "head", target, kind="copy", draft_vocab=288, aux=(1, 2))
+    block = write_tiny_block(shelf / "block", target, taps=(0,), block_size=5)
     lengths = (66, 50, 74, 51, 82, 52, 90)  # half of them grow into a second page
     prompts = [random_prompts(1, n, 256, seed=n)[0] for n in lengths]
-    shared_bench = Bench(
-        target, {"draft": draft, "eagle3": head}, prompts, 10, ctx=192, kernels="auto"
-    )
+    drafters = {"draft": draft, "eagle3": head, "block": block}
+    shared_bench = Bench(target, drafters, prompts, 10, ctx=192, kernels="auto")
     shared_bench.parity = 2
     return shared_bench
 
@@ -239,13 +240,14 @@ def check_all(bench: Bench, cases: list[Case], request: pytest.FixtureRequest, n
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_combination_equals_solo_on_the_demo(
-    feature: str, request: pytest.FixtureRequest
+    feature: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     long = [
         tuple(itertools.islice(itertools.cycle(p), 70 + i))
         for i, p in enumerate(demo_prompts(KINDS))
     ]
-    drafters = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder()}
+    block = write_tiny_block(tmp_path / "block", demo_folder(), taps=(0,), block_size=5)
+    drafters = {"draft": demo_draft_folder(), "eagle3": demo_eagle3_folder(), "block": block}
     bench = Bench(demo_folder(), drafters, long, 16, ctx=256)
     check_all(
         bench, [{**case, "features": [feature]} for case in combined(FACTORS)], request, feature

@@ -270,7 +270,7 @@ class EngineOptions(ModelOptions):
     """The proposer and the use of the machine. Of these options only --verify affects the text."""
 
     spec: str = main_option(
-        "auto", "METHOD", f"{', '.join(METHODS)}, or two: mtp+ngram.", parser=parse_spec
+        "auto", "METHOD", f"{', '.join(METHODS)}; two: mtp+ngram", parser=parse_spec
     )
     draft_model: str | None = main_option(
         None,

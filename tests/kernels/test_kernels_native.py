@@ -173,9 +173,12 @@ def test_files_are_compiled_together_and_counted(
 ) -> None:
     """Each waits until all have begun. After a fault no compiler goes on."""
     gcc = tmp_path / "gcc"
-    words = "[ $# = 5 ] || { echo made > native.so; exit; }; touch $5.begun; echo $$ >> pids; "
+    words = "[ $# = 5 ] || { echo made > native.so; exit; }; echo $$ >> pids; touch $5.begun; "
     wait = f"while [ $(ls *.begun | wc -l) -lt {len(build.SOURCES)} ]; do sleep 0.01; done; "
-    fail = f"case $3 in */{build.SOURCES[0]}) echo error: no; exit 1;; esac >&2; exec sleep 60"
+    copy = f"cp pids {tmp_path}/pids"
+    fail = (
+        f"case $3 in */{build.SOURCES[0]}) {copy}; echo error: no; exit 1;; esac >&2; exec sleep 60"
+    )
     reports: list[int] = []
     monkeypatch.setattr(build, "_report", reports.append)
     monkeypatch.setattr(build, "LIBRARIES", ())
@@ -183,7 +186,7 @@ def test_files_are_compiled_together_and_counted(
     gcc.chmod(0o755)
     assert build._compile((str(gcc),), ["-O1"]) == b"made\n"
     assert reports == [*range(1, len(build.SOURCES) + 1)]
-    gcc.write_text(f"#!/bin/sh\n{words}{wait}cp pids {tmp_path}/pids\n{fail}\n")
+    gcc.write_text(f"#!/bin/sh\n{words}{wait}\n{fail}\n")
     with pytest.raises(NativeUnavailable, match="gcc does not compile them: error: no"):
         build._compile((str(gcc),), ["-O1"])
     pids = (tmp_path / "pids").read_text().split()

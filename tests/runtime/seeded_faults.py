@@ -328,11 +328,14 @@ def one_further(result: None, a: Arguments) -> None:
     a.draft[:, : a.k - 1] = a.draft[:, 1 : a.k].clone()
 
 
-def catch_up(change: Callable[[int], int | None]) -> Mutation:
-    """Return a mutation that catches up another number of rounds, or none."""
+def catch_up(change: Callable[[int, int], int | None]) -> Mutation:
+    """Return a mutation that catches up another number of tokens, or none.
+
+    change: called with the tokens that are missing, and those that are fed again before them.
+    """
 
     def changed(honest: Any, proposer: DraftModelProposer, rounds: int, views: Any) -> None:
-        if (other := change(rounds)) is not None:
+        if (other := change(rounds, proposer.state.max_draft)) is not None:
             honest(proposer, other, views)
 
     return around(DraftModelProposer, "catch_up", changed)

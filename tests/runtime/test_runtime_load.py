@@ -18,6 +18,7 @@ from spd.formats.names import HEAD
 from spd.kernels.dispatch import load_kernels
 from spd.runtime import Engine, EngineConfig, SamplingParams
 from spd.runtime.layers.linear import FoldedNorm, RowNorm
+from spd.runtime.layers.skinny_linear import SkinnyProjection
 from spd.runtime.load import loader
 from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.load.weight_reader import read_tensors
@@ -186,7 +187,11 @@ def load_tensors(
             product = linear.product
             tensors |= {f"{i}.{name}": product.weight, f"{i}.{name}.bias": product.bias}
         for name, projection in {"input_norm": attention.qkv, "post_norm": mlp.gate_up}.items():
-            (norm,) = projection.steps_before
+            (norm,) = (
+                projection.steps_before_chunk
+                if isinstance(projection, SkinnyProjection)
+                else projection.steps_before
+            )
             assert isinstance(norm, FoldedNorm if fold else RowNorm)
             if isinstance(norm, RowNorm):
                 tensors[f"{i}.{name}"] = norm.scales

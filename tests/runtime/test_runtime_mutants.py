@@ -345,9 +345,13 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
     "self-draft with pauses": {
         "pauses are not counted": fault.pauses_are_not_counted,
         "a pause is counted from its second round on": fault.pauses_begin_late,
-        "pauses are not caught up": fault.catch_up(lambda rounds: None),
-        "a pause's first token is not caught up": fault.catch_up(lambda rounds: rounds - 1),
-        "a long pause is not caught up": fault.catch_up(lambda r: r if r < CATCH_UP else None),
+        "pauses are not caught up": fault.catch_up(lambda rounds, again: None),
+        "a pause's first token is not caught up": fault.catch_up(
+            lambda rounds, again: rounds - 1 - again
+        ),
+        "a long pause is not caught up": fault.catch_up(
+            lambda rounds, again: rounds if rounds < CATCH_UP else None
+        ),
     },
     "drafts of prompt lookup": {
         "it proposes one token further on": fault.operation(

@@ -29,6 +29,7 @@ from tests.recipes.tiny_assistant import write_assistant
 from tests.recipes.tiny_block import write_tiny_block
 from tests.recipes.tiny_dense import write_dense
 from tests.recipes.tiny_eagle3 import write_tiny_pair
+from tests.recipes.tiny_gguf import write_tiny_gguf
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.host_watch import HostWatch
@@ -333,6 +334,12 @@ def test_a_lookup_by_several_programs_drafts_the_same(
     assert count_drafted(
         run_both(target, PROMPT, [SamplingParams(max_tokens=4)], **methods["ngram"])[0]
     )
+
+
+def test_rows_of_a_packed_embedding_are_the_same_by_both_forms(tmp_path: Path) -> None:
+    file = write_tiny_gguf(tmp_path / "a.gguf", "Q8_0", layers=1, vocab=96)
+    greedy = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
+    run_both(file, random_prompts(1, 5, 90, seed=1), greedy, dtype="float32", spec="off")
 
 
 def list_triton_kernels() -> set[tuple[str, str]]:
