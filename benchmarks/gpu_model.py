@@ -178,7 +178,7 @@ def replayed_delta(shape: DeltaShape, slots: int, k: int) -> float:
 
 
 RING_ROWS = 24
-"""Rows of (k, u, decay) that a row may read besides the state."""
+"""Rows of u, 128 float32 a head, that a row may read besides the state; heads share their k."""
 ROW_INSTRUCTIONS = 320
 LAUNCH = 2.2
 
@@ -188,7 +188,7 @@ def delta_by_position(shape: DeltaShape, slots: int, k: int) -> float:
 
     Half of the rows' instructions run while bytes are read.
     """
-    ring = slots * shape.heads * RING_ROWS * 2 * 128 * 4 // 2
+    ring = slots * shape.heads * RING_ROWS * 128 * 4
     num_bytes = shape.state_bytes(slots) * 17 / 16 + ring
     rows = (k + 1) * ROW_INSTRUCTIONS * warps_per_scheduler(shape, slots) / CLOCK
     return LAUNCH + num_bytes / STREAM_RATE + rows / 2

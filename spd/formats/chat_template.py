@@ -86,7 +86,7 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Start the process that renders, so that it is ready when it is asked."""
-        with suppress(EngineError):  # raised again by whoever renders
+        with suppress(EngineError):  # rendering raises it again
             self._process.start()
 
     @property
