@@ -26,7 +26,6 @@ bfloat16, and other texts have other acceptance, so that many tokens are needed:
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ from typing import Any
 from benchmarks.peers.agreement import agreement_lines
 from benchmarks.peers.compare import measure
 from benchmarks.peers.options import parse_options
+from benchmarks.peers.worker import exiting_on_terminate
 
 
 def render(result: Mapping[str, Any]) -> str:
@@ -74,12 +74,8 @@ def render(result: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and write the JSON; status 1 if an entry failed or spd's text differed."""
     options = parse_options(arguments)
-    # A stopped worker would outlive its parent, so a polite kill must pass through the end of `measure`.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with exiting_on_terminate():
         result = measure(options, lambda line: print(line, file=sys.stderr, flush=True))
-    finally:
-        signal.signal(signal.SIGTERM, before)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(render(result))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from typing import Any
 from benchmarks.environment import ROOT, ForeignLoad, describe_commit, describe_machine
 from benchmarks.peers import options as peer_options
 from benchmarks.peers.entries import entries
-from benchmarks.peers.worker import Answer, Worker, peak_memory, read_answer
+from benchmarks.peers.worker import Answer, Worker, exiting_on_terminate, peak_memory, read_answer
 from benchmarks.summaries import median_interval
 from spd.formats.folder import ModelFolder
 
@@ -320,12 +319,8 @@ def parse_settings(arguments: Sequence[str] | None) -> Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and write the JSON; status 1 if lookup changed a text of spd."""
     settings = parse_settings(arguments)
-    # A stopped worker would outlive its parent, so a polite kill must pass through the end of `measure`.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with exiting_on_terminate():
         measured = measure(settings, lambda line: print(line, file=sys.stderr, flush=True))
-    finally:
-        signal.signal(signal.SIGTERM, before)
     report = make_report(settings, measured)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

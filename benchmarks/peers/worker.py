@@ -7,9 +7,10 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -80,6 +81,19 @@ def peak_memory(group: int) -> int:
             if os.getpgid(int(fields["Pid"])) == group:
                 peaks.append(1024 * int(fields["VmHWM"].split()[0]))
     return max(peaks)
+
+
+@contextmanager
+def exiting_on_terminate() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that a benchmark ends its workers.
+
+    A stopped worker would outlive it.
+    """
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Worker:
