@@ -78,9 +78,9 @@ x --raw -s y|x -m no-such-folder|x -m {0}/empty|x -m {0}/no-weights|x -m {0}/cut
 x --device foo|x --device cuda|x --kernels triton|x --tp 3|x --draft-tp 2|x --threads 0
 x --memory-fraction 2|x --verify foo|x --verify block --adaptive --temperature 1
 x --verify block --spec off --temperature 1|x -m {1} --spec mtp|x -m {1} --spec draft
-x -m {1} --draft-model demo|x --mtp {1}|x y|x --schema {{|x --grammar /(/|x --grammar nothing
-x --grammar /a/ --schema {{}}|x -f no-such-file|x --no-such-flag|x -q -v|x -o no/such/folder|--jsonl
---jsonl --json"""
+x -m {1} --draft-model demo|x --spec mtp --draft-model {1}|x y|x --schema {{|x --grammar /(/
+x --grammar nothing|x --grammar /a/ --schema {{}}|x -f no-such-file|x --no-such-flag|x -q -v
+x -o no/such/folder|--jsonl|--jsonl --json"""
 LINES = """{"prompt": 1}|{"prompt": "a", "x": 1}|{"prompt": "a", "params": {"top_k": "b"}}|[]|{
 {"prompt_ids": []}|{"messages": []}|{"prompt": "a", "prompt_ids": [3]}|{"prompt_ids": [99999]}|{"id": 7}
 {"prompt": "", "id": "b"}|{"prompt": "a", "params": {"temperature": -1}}

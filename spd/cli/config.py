@@ -35,7 +35,7 @@ COMMAND_LINE_ONLY = frozenset(
         "plot",
         "prompt-ids",
     }
-    | {"pull", "resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
+    | {"resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
 )
 """Options of a single run, and every consent: no file may set them."""
 FILE_LIMIT = 65_536  # bytes: a system message or two

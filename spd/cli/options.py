@@ -33,6 +33,7 @@ from spd.runtime.plan.config import ARBITRATED, METHODS
 
 MODEL_PANEL = "Model and drafts"
 THINK_METAVAR = "on|off|hide|N"
+DRAFT_MODEL_HELP = "A smaller model, an MTP or EAGLE-3 head, a block drafter or an assistant."
 MAX_PATHS = 200  # in a completion
 
 
@@ -78,7 +79,7 @@ COMPLETERS: dict[str | None, Callable[[str], list[str]] | Callable[[], list[str]
     "METHODS": spec_names,
     THINK_METAVAR: lambda: ["on", "off", "hide"],
 }
-COMPLETERS |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…", "HEAD"), model_names)
+COMPLETERS |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…"), model_names)
 """Completion functions by the metavar of an option or argument."""
 
 
@@ -272,16 +273,10 @@ class EngineOptions(ModelOptions):
     spec: str = main_option(
         "auto", "METHOD", f"{', '.join(METHODS)}; two: mtp+ngram", parser=parse_spec
     )
-    draft_model: str | None = main_option(
-        None,
-        "MODEL",
-        "A smaller model, an EAGLE-3 head, a block drafter or an assistant.",
-    )
+    draft_model: str | None = main_option(None, "MODEL", DRAFT_MODEL_HELP)
     draft_max: int | None = main_option(None, "K", "Most draft tokens in a round.")
-    mtp: str | None = _model_option(None, "HEAD", "A folder with an MTP head.")
-    adaptive: bool | None = _model_option(
-        None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive"
-    )
+    adaptive: bool | None = None
+    """An option of `generate` and `chat` alone: neither a server nor a check measures."""
     verify: Literal["coupled", "rejection", "block"] = _model_option(
         "coupled", "RULE", "coupled: the same text; rejection, block: a text as likely."
     )
@@ -302,7 +297,6 @@ class RunOptions(EngineOptions):
     ctx: int | None = _model_option(
         None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size
     )
-    pull: bool = _model_option(False, None, "Download org/name if it is not in the cache.")
     memory_fraction: float = advanced_option(
         0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
     )
@@ -341,6 +335,9 @@ class SamplingOptions:
 class ReplyOptions(SamplingOptions, RunOptions):
     """Options of `generate` and `chat`."""
 
+    adaptive: bool | None = _model_option(
+        None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive"
+    )
     template_arg: list[str] | None = input_option(
         None, "K=V", "A variable for the chat template. Repeatable."
     )
@@ -402,9 +399,7 @@ SERVER_HELP = "A folder, GGUF file, org/name or demo; or http://HOST:PORT, a ser
 class VerifyOptions(ModelArgument, EngineOptions):
     """The options of `spd verify`."""
 
-    adaptive: bool = _model_option(
-        False, None, "Adapt K. Default: it is fixed.", "--adaptive/--no-adaptive"
-    )
+    adaptive: bool = False
     model_argument: str | None = argument("MODEL", SERVER_HELP, None)
     served_model: str | None = None
     """The model's name at a server: --model where the argument is the server's address."""

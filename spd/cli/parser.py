@@ -50,10 +50,12 @@ OPTION_FIXES: Mapping[str, str] = MappingProxyType(
     {
         "-p": PROMPT_FIX,
         "--prompt": PROMPT_FIX,
+        "--mtp": "--draft-model HEAD",
+        "--pull": "spd pull org/name",
         **{f"--{name.replace('_', '-')}": f"--set {name}=VALUE" for name in SET_NAMES},
     }
 )
-"""Options of other tools that spd lacks, and what to type instead."""
+"""Options that spd lacks, most of other tools, and what to type instead."""
 COMMAND_FIXES: Mapping[str, str] = MappingProxyType(
     {
         "config": "write options into ~/.config/spd/config.toml: docs/guide.md",

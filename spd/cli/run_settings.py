@@ -10,7 +10,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions
 from spd.cli.prompt_input import read_grammar
@@ -115,16 +115,14 @@ def _start_template(folder: ModelFolder) -> None:
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
     """Return the engine configuration of the options. Raises what EngineConfig raises."""
-    heads: dict[str, Any] = {}
-    for name in ("draft_model", "mtp"):
-        reference = getattr(options, name)
-        if reference is not None:
-            from spd.formats.folder import ModelFolder
+    draft_model = None
+    if options.draft_model is not None:
+        from spd.formats.folder import ModelFolder
 
-            heads[name] = ModelFolder.resolve(reference)
+        draft_model = ModelFolder.resolve(options.draft_model)
     return EngineConfig(
         model=folder,
-        **heads,
+        draft_model=draft_model,
         lag=None if options.lag == "auto" else int(options.lag),
         graphs=None if options.graphs == "auto" else options.graphs == "on",
         **{name: getattr(options, name) for name in ENGINE_OPTIONS if hasattr(options, name)},

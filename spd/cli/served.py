@@ -129,7 +129,7 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Se
         return None
     from spd.cli.run_settings import engine_config
 
-    model_names = options.model, options.draft_model, options.mtp
+    model_names = options.model, options.draft_model
     for connection, server_info in find_servers(session.runtime_folder, session.console.note):
         try:
             model, *_ = [resolve_model(name) for name in model_names if name is not None]

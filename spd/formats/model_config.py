@@ -191,21 +191,23 @@ _DTYPES = [
     prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
 ]
 HEADS = {
+    "mtp": "an MTP head",
     "eagle3": "an EAGLE-3 head",
     "assistant": "an assistant",
     "block": "a block drafter",
 }
+"""What drafts for a model and is none, by its method."""
 
 
 def refuse_head(config: ModelConfig, folder: Path) -> None:
     """Refuse an EAGLE-3 head, an assistant or a block drafter where a model is needed."""
     if config.head_kind is not None:
-        raise _drafter_error(HEADS[config.head_kind], folder, "--draft-model")
+        raise _drafter_error(config.head_kind, folder)
 
 
-def _drafter_error(description: str, folder: Path, option: str) -> CheckpointError:
-    reason = f"{folder}: {description} drafts for another model and writes no text by itself"
-    return CheckpointError(reason, fix=[f"-m TARGET {option} {folder}"])
+def _drafter_error(kind: str, folder: Path) -> CheckpointError:
+    reason = f"{folder}: {HEADS[kind]} drafts for another model and writes no text by itself"
+    return CheckpointError(reason, fix=[f"-m TARGET --draft-model {folder}"])
 
 
 def model_config_of(fields: Fields) -> ModelConfig:
@@ -400,7 +402,7 @@ def _architecture(fields: Fields) -> str:
     names = fields.get("architectures")
     key = "architectures"
     if names == [MTP_HEAD]:
-        raise _drafter_error("an MTP head", Path(fields.where).parent, "--mtp")
+        raise _drafter_error("mtp", Path(fields.where).parent)
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str):
         raise fields.field_error(key, f"{display_text(names)} does not name one architecture")

@@ -25,7 +25,7 @@ from spd.formats.safetensors_header import TensorMeta
 
 MODEL_TYPE = "mtp"
 HOW_TO_ATTACH = (
-    "--mtp HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
+    "--draft-model HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
 )
 TABLES = (EMBEDDING, HEAD)
@@ -117,6 +117,17 @@ def make_head_config(
     }
 
 
+def is_mtp_head(folder: ModelFolder) -> bool:
+    """True if a folder or GGUF file holds an MTP head without a model. Raises CheckpointError."""
+    if folder.gguf is not None:
+        return folder.gguf.is_mtp_head
+    fields = folder.fields
+    return (
+        fields.get("architectures") == [MTP_HEAD]
+        or fields.get("speculators_model_type") == MODEL_TYPE
+    )
+
+
 def read_head_folder(folder: ModelFolder) -> MtpSource:
     """Read a head folder's configuration and find its modules.
 
@@ -163,9 +174,7 @@ def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
         ("vocabulary size", fields.get("vocab_size"), config.vocab_size),
         ("layers", fields.get("num_hidden_layers"), config.num_layers),
     ]
-    require_equal_properties(
-        kind="MTP", properties=pairs, head=file.path, target=target.path, flag="--mtp"
-    )
+    require_equal_properties(kind="MTP", properties=pairs, head=file.path, target=target.path)
     checkpoint = file.checkpoint
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
@@ -207,12 +216,12 @@ def check_head_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
         ("layers", config.num_layers, target.num_layers),
     ]
     require_equal_properties(
-        kind="MTP", properties=properties, head=head.folder.path, target=folder, flag="--mtp"
+        kind="MTP", properties=properties, head=head.folder.path, target=folder
     )
 
 
 def require_equal_properties(
-    kind: str, properties: Iterable[tuple[str, object, object]], head: Path, target: Path, flag: str
+    kind: str, properties: Iterable[tuple[str, object, object]], head: Path, target: Path
 ) -> None:
     """Raise IncompatibleError if a property (name, head's value, target's value) differs."""
     differing = [
@@ -222,7 +231,7 @@ def require_equal_properties(
     ]
     if differing:
         message = f"{head}: this {kind} head was made for another model than {target}"
-        fix = [f"{flag} HEAD made for this model", "--spec ngram"]
+        fix = ["--draft-model HEAD made for this model", "--spec ngram"]
         raise IncompatibleError(message, reason=differing, fix=fix)
 
 

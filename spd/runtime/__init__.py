@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from spd.runtime.models.mtp_weights import check_source, module_position_size
     from spd.runtime.models.weights import DTYPE_BYTES
     from spd.runtime.plan.config import EngineConfig
-    from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
+    from spd.runtime.plan.drafter_choice import Drafter, choose_drafter, takes_draft_model
     from spd.runtime.plan.machine import machine_from_driver
     from spd.runtime.plan.memory_fit import at_context, fit_to_memory, longest_context
     from spd.runtime.plan.plan import EnginePlan, draft_context, make_plan, resolve_plan
@@ -71,7 +71,7 @@ _HOMES = {
     "models.mtp_weights": ("check_source", "module_position_size"),
     "models.weights": ("DTYPE_BYTES",),
     "plan.config": ("EngineConfig",),
-    "plan.drafter_choice": ("Drafter", "choose_drafter"),
+    "plan.drafter_choice": ("Drafter", "choose_drafter", "takes_draft_model"),
     "plan.machine": ("machine_from_driver",),
     "plan.memory_fit": ("at_context", "fit_to_memory", "longest_context"),
     "plan.plan": ("EnginePlan", "draft_context", "make_plan", "resolve_plan"),

@@ -53,7 +53,7 @@ def identity(config: EngineConfig) -> dict[str, Any]:
     """
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del fields["slots"]
-    for name in ("model", "draft_model", "mtp"):
+    for name in ("model", "draft_model"):
         if (folder := fields[name]) is not None:
             files = {path.name: path.stat() for path in model_files(Path(folder))}
             stamps = [

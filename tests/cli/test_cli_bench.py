@@ -17,6 +17,8 @@ from spd.cli.commands.compare import read_result
 from spd.cli.commands.verify import apply_settings
 from spd.cli.terminal.bars import ASCII, UNICODE
 from spd.errors import UsageError
+from spd.formats.demo import demo_draft_folder
+from spd.formats.folder import ModelFolder
 from spd.runtime import EngineConfig
 from spd.runtime.lab.load import Workload
 from spd.runtime.lab.rows import compare_results, make_rows
@@ -47,6 +49,21 @@ def test_lists_are_combined_and_lookup_has_no_ranks_of_its_own() -> None:
     assert len(combinations) == len(expected) and set(combinations) == expected
     rules = sweep_configs(BenchOptions(verify="coupled,block"))[1:]
     assert [config.adaptive for config in rules] == [True, False]
+
+
+def test_a_draft_model_goes_to_the_methods_of_its_kind(spd_run: Callable, tmp_path: Path) -> None:
+    """MTP has a head of its own, and takes another one only."""
+    head = tmp_path / "head"
+    assert spd_run("convert-mtp", "demo", head).code == 0
+    for draft, specs in ((demo_draft_folder(), {"draft"}), (head, {"mtp", "draft"})):
+        options = BenchOptions(spec="mtp,draft,ngram", draft_model=str(draft))
+        configs = sweep_configs(options)
+        drafters = {config.spec: config.draft_model for config in configs if config.draft_model}
+        assert drafters == dict.fromkeys(specs, ModelFolder(draft)), drafters
+        assert [config.spec for config in configs] == ["off", "mtp", "draft", "ngram"]
+    for spec in ("ngram", "off,ngram", "mtp,ngram"):
+        with pytest.raises(UsageError, match="--draft-model"):
+            sweep_configs(BenchOptions(spec=spec, draft_model=str(demo_draft_folder())))
 
 
 def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,7 @@ def test_another_speculation_or_model_leaves_the_drafter_behind(
     lines = (
         "/spec ngram 3",
         "/spec draft",
+        "/spec mtp",
         "/spec off",
         f"/model {other}",
         "/spec auto",
@@ -252,8 +253,9 @@ def test_another_speculation_or_model_leaves_the_drafter_behind(
     drafters = [
         (engine.config.spec, engine.config.draft_model is not None) for engine in script.engines
     ]
-    specs = ("auto", "ngram", "draft", "off", "off", "auto", "auto")
-    assert drafters == list(zip(specs, (True, False, True, False, False, False, True), strict=True))
+    specs = ("auto", "ngram", "draft", "mtp", "off", "off", "auto", "auto")
+    has_draft_model = (True, False, True, False, False, False, False, True)
+    assert drafters == list(zip(specs, has_draft_model, strict=True))
     assert script.engines[1].config.draft_max == 3 and all(
         engine.closed for engine in script.engines
     )

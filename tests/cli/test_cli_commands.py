@@ -145,7 +145,7 @@ def test_an_option_without_the_one_it_needs_is_refused(
     )
 
 
-LIMITS = {"generate": 49, "chat": 42, "bench": 35, "verify": 29, "inspect": 10, "serve": 31}
+LIMITS = {"generate": 48, "chat": 42, "bench": 34, "verify": 28, "inspect": 10, "serve": 30}
 ADVANCED = {
     "--kernels",
     "--graphs",

@@ -274,14 +274,16 @@ def test_a_model_that_cannot_be_fetched_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("typed", ["generate --prompt-ids 1,2 -m", "generate --jsonl -m"])
-def test_pull_is_consent(typed, hub, cache, spd_run, script, monkeypatch) -> None:
-    """Without it a script downloads nothing."""
+def test_a_script_downloads_nothing_before_the_command_that_is_named(
+    typed, hub, cache, spd_run, script, monkeypatch
+) -> None:
     monkeypatch.setattr(run, "load", make_failing(UsageError("no lines to answer")))
-    assert_refused(spd_run(typed.split(), NAME, stdin=b"Hi"), 3, f"spd pull {NAME}")
+    ran = spd_run(typed.split(), NAME, stdin=b"")
+    assert_refused(ran, 3, f"fix: spd pull {NAME}\n")
     assert hub.log == [] and not cache.exists()
-    ran = spd_run(typed.split(), NAME, "--pull", stdin=b"")
-    assert ran.code == 0 or "no lines to answer" in ran.err
-    assert "model.safetensors" in hub.fetched_files(), ran
+    assert spd_run("pull", NAME).code == 0
+    ran = spd_run(typed.split(), NAME, stdin=b"")
+    assert ran.code == 0 or "no lines to answer" in ran.err, ran
 
 
 def test_serve_downloads_nothing_by_itself(hub, cache, spd_run) -> None:

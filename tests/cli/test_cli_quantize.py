@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from spd.errors import CheckpointError
+from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.demo import demo_folder
+from spd.formats.demo import demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import read_head_folder, verifier_hash
 from spd.kernels.linear.few_bits import quantize_int4
+from spd.runtime import EngineConfig, choose_drafter
 from spd.runtime.load.packed_weights import unpack
 from tests.cli.conftest import assert_refused
 from tests.helpers import edit_weights, truncate_on_open
@@ -155,6 +156,44 @@ def test_the_head_is_cut_out_byte_for_byte(
     assert folder.layout.modules == 1 and folder.verifier == str(original)
     assert folder.verifier_sha256 == facts["verifier"]["sha256"]
     assert sorted(os.listdir(tmp_path)) == ["head", "original"]
+
+
+MTP = "an MTP head"
+EAGLE3 = "an EAGLE-3 head"
+KINDS = [
+    ("head", "auto", "mtp"),
+    ("head", "mtp+ngram", "mtp"),
+    ("head", "draft", f"is {MTP}, not a model"),
+    ("head", "eagle3", f"is {MTP}, not {EAGLE3}"),
+    ("draft", "auto", "draft"),
+    ("draft", "mtp", f"is a model, not {MTP}"),
+    ("eagle3", "auto", "eagle3"),
+    ("eagle3", "mtp", f"is {EAGLE3}, not {MTP}"),
+]
+
+
+def test_what_a_draft_model_is_follows_from_its_files(spd_run: Callable, tmp_path: Path) -> None:
+    drafts = {
+        "head": tmp_path / "head",
+        "draft": demo_draft_folder(),
+        "eagle3": demo_eagle3_folder(),
+    }
+    assert spd_run("convert-mtp", "demo", drafts["head"]).code == 0
+    target = ModelFolder(demo_folder())
+    for name, spec, expected in KINDS:
+        config = EngineConfig(model=target, draft_model=drafts[name], spec=spec)
+        try:
+            drafter = choose_drafter(config, target)
+        except IncompatibleError as refusal:
+            assert expected in refusal.message, (name, spec)
+            assert "convert-mtp" in refusal.fix[-1] or spec != "mtp"
+            continue
+        assert drafter.method == expected and drafter.reason.startswith("asked for"), (name, spec)
+        source = drafter.source()
+        assert source is not None and source[1].path == drafts[name], (name, spec)
+    facts = spd_run("inspect", "demo", "--draft", drafts["head"], "--json").json["speculation"]
+    assert (facts["method"], facts["reason"]) == ("mtp", "it is given with --draft")
+    assert facts["methods"]["mtp"]["possible"] and not facts["methods"]["draft"]["possible"]
 
 
 def test_only_the_shards_that_are_needed_are_read(spd_run: Callable, tmp_path: Path) -> None:

@@ -55,7 +55,11 @@ WRONG_MODELS = [
         fix=" -I -m spd.cli.unpickle pickle\n",
     ),
     WrongModel(
-        "mtp", 4, expected="mtp: an MTP head drafts for another model", fix="-m TARGET --mtp mtp"
+        "mtp",
+        4,
+        expected="mtp: an MTP head drafts for another model",
+        fix="-m TARGET --draft-model mtp",
+        accepted_by="draft",
     ),
     WrongModel(
         "eagle3",

@@ -122,7 +122,9 @@ def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None
                 CheckpointError, "tensors of the MTP head", "1 missing", name
             ) as caught:
                 check_source(source, checkpoint)
-            assert "--mtp HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
+            assert (
+                "--draft-model HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
+            )
     for extra, shape, words in (
         ("model.layers.3.self_attn.indexer.wk.weight", (4,), "belong to none"),
         ("model.layers.2.enorm.weight", (HIDDEN + 1,), "of another shape"),
@@ -147,7 +149,7 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
     assert isinstance(refusal, IncompatibleError) and refusal.exit_code == 4
     assert "model.layers.61.eh_proj.weight" in refusal.reason[0]
     assert "config.json speaks of 1" in refusal.reason[1]
-    assert "--mtp HEAD" in refusal.fix[0]
+    assert "--draft-model HEAD" in refusal.fix[0]
 
 
 def write_head(folder: Path, first: int = LAYERS, **changes: Any) -> Path:

@@ -302,7 +302,7 @@ def test_a_head_in_codes_is_converted_to_a_separate_folder(tmp_path: Path) -> No
     params = [SamplingParams(max_tokens=30)] * 2
     engines = (
         make_engine(twin, **mtp_options, **helpers.PROPOSER_OPTIONS["mtp"])
-        for mtp_options in ({}, {"mtp": head})
+        for mtp_options in ({}, {"draft_model": head})
     )
     expected, runs = (run_all(engine, prompts, params) for engine in engines)
     helpers.assert_same_runs(runs, expected)

@@ -136,22 +136,17 @@ class ChatModel:
 
     def _restore_drafter(self, options: ChatOptions) -> ChatOptions:
         """Return the options with the initial drafter if model and method support it."""
+        from spd.runtime import takes_draft_model
+
         method, _ = split_spec(options.spec)
-        supported_weights = (
-            METHODS[method].weights if options.model == self._initial_options.model else ()
-        )
-        unused = (
-            {"draft_model", "mtp"} - {*supported_weights}
-            if supported_weights
-            else {*DRAFTER_OPTIONS}
-        )
+        initial_options = self._initial_options
         weight_options = [name for name in DRAFTER_OPTIONS if hasattr(options, name)]
         changes: dict[str, Any] = dict.fromkeys(weight_options)
-        changes |= {
-            name: getattr(self._initial_options, name)
-            for name in weight_options
-            if name not in unused
-        }
+        if METHODS[method].has_weights and options.model == initial_options.model:
+            changes = {name: getattr(initial_options, name) for name in weight_options}
+            draft = initial_options.draft_model
+            if draft is not None and not takes_draft_model(method, ModelFolder.resolve(draft)):
+                changes["draft_model"] = None
         if method == "off":
             changes |= {"adaptive": None, "draft_max": None}
         return dataclasses.replace(options, **changes)

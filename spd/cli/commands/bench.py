@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spd.cli.bench_table import SCHEMA, BenchResult, bench_text
 from spd.cli.options import (
+    DRAFT_MODEL_HELP,
     ModelArgument,
     ModelOptions,
     advanced_option,
@@ -79,7 +80,6 @@ SHARED_FIELDS = (
     "kernels",
     "memory_fraction",
     "threads",
-    "load",
 )
 """Fields that all engines share; the others are lists, with one engine per combination."""
 
@@ -100,9 +100,7 @@ class BenchOptions(ModelArgument, ModelOptions):
     spec: str = main_option(
         "auto", "METHODS", f"{', '.join(METHODS)}; mtp+ngram. Plain is always measured."
     )
-    draft_model: str | None = main_option(
-        None, "MODEL", "A smaller model, an EAGLE-3 head, a block drafter or an assistant."
-    )
+    draft_model: str | None = main_option(None, "MODEL", DRAFT_MODEL_HELP)
     draft_max: str = main_option(
         "auto", "K,…", "Draft tokens a round; a list of them is held fixed."
     )
@@ -114,16 +112,12 @@ class BenchOptions(ModelArgument, ModelOptions):
     json: bool = main_option(False, None, "One JSON object with every sample.")
     output: Path | None = main_option(None, "FILE", "Write the JSON object there too.", "-o")
     plot: Path | None = main_option(None, "FILE", PLOT_HELP)
-    mtp: str | None = _sweep_option(None, "HEAD", "A folder with an MTP head.")
     adaptive: bool | None = _sweep_option(
         None, None, "Adapt K, or hold it fixed.", "--adaptive/--no-adaptive"
     )
     verify: str = _sweep_option("coupled", "RULES", "coupled, rejection, block.")
     synthetic_acceptance: float | None = _sweep_option(
         None, "LENGTH", "Impose so many tokens a round: speed only."
-    )
-    load: Literal["auto", "dummy"] = _sweep_option(
-        "auto", "HOW", "dummy: random weights, speed only."
     )
     category: str | None = _work_option(
         None, "NAMES", "code, edit, summarise, reasoning, creative. Default: all."
@@ -231,6 +225,7 @@ def model_list(text: str) -> list[str]:
 def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConfig]:
     """Return the configurations of a model: one plain per machine setting, then drafting ones."""
     from spd.formats.folder import ModelFolder
+    from spd.runtime import takes_draft_model
 
     base = EngineConfig(
         model=ModelFolder.resolve(model),
@@ -250,19 +245,15 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
         )
         for machine in machines
     ]
-    drafter_names = {name: getattr(options, name) for name in ("draft_model", "mtp")}
-    folders = {
-        name: ModelFolder.resolve(value)
-        for name, value in drafter_names.items()
-        if value is not None
-    }
+    draft = None if options.draft_model is None else ModelFolder.resolve(options.draft_model)
+    has_one_method = "," not in options.spec
     configs = list(machines)
     drafting_changes = list(_option_combinations(options, ("spec", *DRAFTING_SETTINGS)))
     for machine, changes in product(machines, drafting_changes):
         method = normalize_spec(changes["spec"])
         draft_tp = changes["draft_tp"]
-        supported_weights = METHODS.get(split_spec(method)[0], METHODS["off"]).weights
-        drafters = {name: folder for name, folder in folders.items() if name in supported_weights}
+        base_method = split_spec(method)[0]
+        has_weights = base_method in METHODS and METHODS[base_method].has_weights
         divisible_ranks = [tp for tp in ranks if not draft_tp or tp % draft_tp == 0]
         usable_ranks = divisible_ranks or ranks  # EngineConfig refuses a value that fits no --tp
         if method in ("off", "plain", "none") or machine.tp not in usable_ranks:
@@ -273,12 +264,17 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
             **changes,
             "spec": method,
             "adaptive": adaptive and not is_fixed,
-            "draft_tp": draft_tp if supported_weights else None,
+            "draft_tp": draft_tp if has_weights else None,
             "synthetic_acceptance": options.synthetic_acceptance,
         }
-        config = replace(machine, **changes, **drafters)
+        if draft is not None and (has_one_method or takes_draft_model(base_method, draft)):
+            changes["draft_model"] = draft
+        config = replace(machine, **changes)
         if config not in configs:  # n-gram lookup has no ranks, so its combinations repeat
             configs.append(config)
+    if draft is not None and all(config.draft_model is None for config in configs):
+        message = f"--draft-model {draft}: no method of --spec {options.spec} drafts with it"
+        raise UsageError(message, fix=["--spec auto", "leave --draft-model out"])
     return configs
 
 

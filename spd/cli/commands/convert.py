@@ -38,7 +38,7 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
     Examples:
       spd convert-mtp deepseek-ai/DeepSeek-V3.1 v31-mtp
-      spd generate -m my/DeepSeek-V3.1-AWQ --spec mtp --mtp v31-mtp "Hello"
+      spd generate -m my/DeepSeek-V3.1-AWQ --draft-model v31-mtp "Hello"
     """
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp import plan_head

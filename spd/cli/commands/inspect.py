@@ -31,7 +31,7 @@ class InspectOptions(ModelArgument, JsonOptions):
 
     model: str = same_as_argument("demo", envvar="SPD_MODEL")
     draft: str | None = output_option(
-        None, "MODEL", "Check it as a draft model.", "--draft", "--draft-model"
+        None, "MODEL", "Check it as a draft model or head.", "--draft", "--draft-model"
     )
     quantize: Literal["none", "int8", "int4"] = output_option(
         "none", "FORM", "Count with --quantize int8 or int4."
@@ -46,6 +46,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
       spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --json
     """
     from spd.formats.folder import ModelFolder
+    from spd.formats.mtp import is_mtp_head
 
     sink = Sink.stdout()
     draft = None
@@ -57,13 +58,14 @@ def inspect(session: Session, options: InspectOptions) -> None:
     result: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:
         draft = ModelFolder.resolve(options.draft)
-        result["draft"] = describe(options.draft, draft)
+        if not is_mtp_head(draft):  # its configuration is the target's
+            result["draft"] = describe(options.draft, draft)
     choice = _choose_drafter(folder, draft)
     refusal = None
     if draft is not None:
         refusal = choice if isinstance(choice, SpdError) else None
         result["compatible"] = refusal is None
-        reader = draft.config.stream_reader
+        reader = draft.config.stream_reader if "draft" in result else None
         if reader is not None and refusal is None:
             result["draft"]["head"]["aux_layers"] = reader.aux_layers(target["layers"])
     if target["head"] is None:  # a head cannot run without a target
@@ -73,7 +75,7 @@ def inspect(session: Session, options: InspectOptions) -> None:
         )
         result["needs"] = memory_needs(config, choice)
     target["template"] = template_state(folder)
-    if draft is not None:
+    if draft is not None and "draft" in result:
         result["draft"]["template"] = template_state(draft)
     if refusal is None or not options.json:  # else the one object on standard output is the error's
         sink.write_result(options.json, result)
@@ -221,9 +223,12 @@ def speculation_facts(
             "reason": reason,
             "draft_max": choice.draft_max,
         }
-    for name, method in METHODS.items():
+    from spd.runtime import takes_draft_model
+
+    for name in METHODS:
         if name not in ("auto", "off"):
-            method_draft = draft if "draft_model" in method.weights else None
+            is_taken = draft is not None and takes_draft_model(name, draft)
+            method_draft = draft if is_taken else None
             attempt = _choose_drafter(folder, method_draft, name)
             refusal = attempt.message if isinstance(attempt, SpdError) else None
             facts["methods"][name] = {"possible": refusal is None, "why": refusal}

@@ -85,7 +85,7 @@ def pull(session: Session, options: PullOptions) -> None:
 
 
 def ensure_models(session: Session, options: RunOptions) -> None:
-    """Download missing models of the options after --pull or a yes at the terminal.
+    """Download missing models of the options after a yes at the terminal.
 
     Raises NotFoundError without consent.
     """
@@ -98,7 +98,7 @@ def ensure_models(session: Session, options: RunOptions) -> None:
         except NotFoundError:
             # The hub gets no request before the yes.
             question = f"download {reference} from the hub?"
-            if hub.is_offline() or not (options.pull or (can_ask and _ask_yes(question))):
+            if hub.is_offline() or not (can_ask and _ask_yes(question)):
                 raise
             _download(session, _find_remote_model(session, reference, None))
 

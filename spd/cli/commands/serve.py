@@ -61,8 +61,6 @@ class ServeOptions(ModelArgument, RunOptions):
     kernels: Literal["auto"] = "auto"
     lag: Literal["auto"] = "auto"
     """Like `kernels` no option here, as a server is no benchmark."""
-    pull: bool = False
-    """No option here: `spd pull` downloads before, or the user consents at the terminal."""
 
     def to_generate_options(self) -> GenerateOptions:
         """Return the options of `spd generate --jsonl` for the same engine."""

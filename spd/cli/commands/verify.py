@@ -189,7 +189,7 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
             raise UsageError(f"--against {member} is not a setting", reason=[choices], fix=fix)
         changes[name] = parse_value(f"--against {name}", annotations[name], value)
     method = METHODS.get(changes.get("spec", ""))
-    if method is not None and not method.weights:
+    if method is not None and not method.has_weights:
         changes = {**dict.fromkeys(DRAFTER_OPTIONS), **changes}
     if changes.get("spec") == "off":
         changes = {"draft_max": None, "adaptive": None, "verify": "coupled", **changes}

@@ -111,6 +111,14 @@ class GgufModel:
         return GgufCheckpoint(self.file, tensors, unused)
 
     @property
+    def is_mtp_head(self) -> bool:
+        """True if the file holds the layers of an MTP head and no layer of a model."""
+        names = self.file.tensors
+        return any(".nextn." in name for name in names) and not any(
+            name.startswith("blk.0.") for name in names
+        )
+
+    @property
     def packed_types(self) -> tuple[str, ...]:
         """Return the types in few bits of its tensors, the one with most bytes first."""
         return tuple(name for name in count_types(self.file) if name not in FLOAT_DTYPES)

@@ -21,27 +21,27 @@ MAX_DRAFT = 31  # drafts a round at most: one tile of 32 rows holds the window
 
 
 class Method(NamedTuple):
-    """A way to propose tokens: its default limit of drafts, and options that name its weights."""
+    """A way to propose tokens, and its default limit of drafts."""
 
     draft_max: int
-    weights: tuple[str, ...] = ()  # the options that can name the model or head that drafts
+    has_weights: bool = False  # True: a model or head drafts, which --draft-model can name
     drafts_at_once: bool = False  # True: one pass makes all drafts, so that more cost no more
 
 
 METHODS = {
-    "auto": Method(0, ("draft_model", "mtp")),
+    "auto": Method(0, has_weights=True),
     "off": Method(0),
-    "mtp": Method(3, ("mtp",)),
-    "draft": Method(4, ("draft_model",)),
+    "mtp": Method(3, has_weights=True),
+    "draft": Method(4, has_weights=True),
     "ngram": Method(8),
-    "eagle3": Method(4, ("draft_model",)),
-    "assistant": Method(4, ("draft_model",)),
-    "block": Method(MAX_DRAFT, ("draft_model",), drafts_at_once=True),
+    "eagle3": Method(4, has_weights=True),
+    "assistant": Method(4, has_weights=True),
+    "block": Method(MAX_DRAFT, has_weights=True, drafts_at_once=True),
 }
 """Every method that --spec accepts; `auto` becomes another one."""
-ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.weights)
+ARBITRATED = tuple(f"{name}+ngram" for name, method in METHODS.items() if method.has_weights)
 """Two proposers: each slot verifies the drafts of one, of lookup where its match is long."""
-DRAFTER_OPTIONS = ("draft_model", "mtp", "draft_tp")
+DRAFTER_OPTIONS = ("draft_model", "draft_tp")
 """Options of a model or head that drafts."""
 NGRAM_MIN = 3
 """Tokens of a match from which lookup drafts where it is the only proposer."""
@@ -60,7 +60,6 @@ class EngineConfig:
 
     model: Path | ModelFolder
     draft_model: Path | ModelFolder | None = None
-    mtp: Path | ModelFolder | None = None
     device: str = "auto"
     dtype: str = "auto"
     quantize: str = "none"
@@ -96,9 +95,9 @@ class EngineConfig:
         return split_spec(self.spec)[0]
 
     @property
-    def weights(self) -> tuple[str, ...]:
-        """Return the options that can name the method's weights; see `Method`."""
-        return METHODS[self.method].weights
+    def has_weights(self) -> bool:
+        """True if a model or head may draft; see `Method`."""
+        return METHODS[self.method].has_weights
 
     def __post_init__(self) -> None:
         for flag, value, choices in (
@@ -166,6 +165,7 @@ class Clash:
     kind: type[SpdError] = UsageError
 
 
+_MODEL_METHODS = ", ".join(name for name, method in METHODS.items() if method.has_weights)
 LEAVE_ONE_OUT = ("leave one of them out",)
 CLASHES = (
     Clash(
@@ -185,18 +185,8 @@ CLASHES = (
         LEAVE_ONE_OUT,
     ),
     Clash(
-        lambda c: c.mtp is not None and "mtp" not in c.weights,
-        "--mtp is for --spec mtp, and another method was asked for",
-        ["--spec mtp --mtp HEAD", "leave --mtp out"],
-    ),
-    Clash(
-        lambda c: c.draft_model is not None and (c.mtp is not None or c.weights == ("mtp",)),
-        "--draft-model and an MTP head are two drafters, and one can draft",
-        LEAVE_ONE_OUT,
-    ),
-    Clash(
-        lambda c: c.draft_model is not None and "draft_model" not in c.weights,
-        "--draft-model is for --spec draft, eagle3, assistant or block, and another method was asked for",
+        lambda c: c.draft_model is not None and not c.has_weights,
+        f"--draft-model is for --spec {_MODEL_METHODS}, and another method was asked for",
         ["--spec auto --draft-model FOLDER", "leave --draft-model out"],
     ),
     Clash(
@@ -214,7 +204,7 @@ CLASHES = (
         ["Defaults: 3 and 8."],
     ),
     Clash(
-        lambda c: (c.draft_tp or c.draft_ctx) is not None and not c.weights,
+        lambda c: (c.draft_tp or c.draft_ctx) is not None and not c.has_weights,
         "--draft-tp and draft_ctx are about a model that drafts, and --spec says that none does",
         ["leave them out", "--spec draft", "--spec mtp"],
     ),

@@ -22,6 +22,7 @@ from spd.formats.mtp import (
     MtpSource,
     declared_module_count,
     find_mtp_source,
+    is_mtp_head,
     no_mtp_error,
     require_equal_properties,
     verifier_hash,
@@ -64,12 +65,12 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     method = config.method
     reason = UNKNOWN
     refuse_head(target.config, target.path)
-    if method == "mtp" or config.mtp is not None:
-        return _requested_mtp(config, target)
-    if not config.weights:
+    if not config.has_weights:
         return Drafter(method, "asked for")
     if config.draft_model is not None:
         return _requested_draft(config, target, ModelFolder.from_path(config.draft_model))
+    if method == "mtp":
+        return _requested_mtp(config, target)
     if method == "auto":
         mtp = _checkpoint_mtp(config, target)
         if isinstance(mtp, Drafter):
@@ -99,8 +100,26 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     return Drafter("ngram", reason)
 
 
+def takes_draft_model(method: str, draft: ModelFolder) -> bool:
+    """True if a method of several is to draft with --draft-model.
+
+    MTP has the target's own head, unless what is given is an MTP head too.
+    """
+    return METHODS[method].has_weights and (method != "mtp" or is_mtp_head(draft))
+
+
+def _kind(draft: ModelFolder) -> str | None:
+    """Return the method that drafts with a head's or assistant's files; None for a model's."""
+    return "mtp" if is_mtp_head(draft) else draft.config.head_kind
+
+
 def _requested_draft(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
-    if config.method in HEADS or draft.config.head_kind is not None:
+    kind = _kind(draft)
+    if config.method == "mtp" and kind is None and draft.gguf is not None:
+        kind = "mtp"  # MTP layers may stand behind those of the file's own model
+    if kind == "mtp" and config.method in ("auto", "mtp"):
+        return _requested_mtp(config, target, draft)
+    if config.method in HEADS or kind is not None:
         return _requested_head(config, target, draft)
     if config.load != "dummy":
         draft.checkpoint.close()  # refuses a folder without a model before tokenizers are compared
@@ -108,10 +127,11 @@ def _requested_draft(config: EngineConfig, target: ModelFolder, draft: ModelFold
     return Drafter("draft", "asked for" if config.draft_model else "the model's own draft", draft)
 
 
-def _requested_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
-    source = find_mtp_source(
-        target, None if config.mtp is None else ModelFolder.from_path(config.mtp)
-    )
+def _requested_mtp(
+    config: EngineConfig, target: ModelFolder, head: ModelFolder | None = None
+) -> Drafter:
+    """Return a drafter with an MTP head: the target's own, or one in another folder or file."""
+    source = find_mtp_source(target, head)
     if source is None:
         raise no_mtp_error(
             target.path, target.config.num_layers, declared_module_count(target.fields)
@@ -119,7 +139,7 @@ def _requested_mtp(config: EngineConfig, target: ModelFolder) -> Drafter:
     check_source(source, source.folder.checkpoint)
     reason = "asked for"
     made_for = source.verifier_sha256
-    if config.mtp is not None and made_for and verifier_hash(target.checkpoint) != made_for:
+    if head is not None and made_for and verifier_hash(target.checkpoint) != made_for:
         reason += "; the head was cut from another checkpoint: expect fewer accepted drafts"
     return Drafter("mtp", reason + _reuse_note(config, source), mtp=source)
 
@@ -171,10 +191,9 @@ def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
 def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
     """Return a drafter with an EAGLE-3 head, an assistant or a block drafter.
 
-    Raises IncompatibleError where it does not fit the target.
+    Raises IncompatibleError where it is something else, or does not fit the target.
     """
-    head = draft.config
-    kind = draft.config.head_kind
+    kind = _kind(draft)
     if kind is None or config.method not in ("auto", kind):
         requested_kind = HEADS.get(config.method, "a model")
         actual_kind = HEADS.get(kind or "", "a model")
@@ -182,9 +201,12 @@ def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolde
             f"--spec {kind or 'draft'} --draft-model {draft}",
             f"--draft-model FOLDER of {requested_kind}",
         ]
+        if config.method == "mtp":
+            fix.append("spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers")
         raise IncompatibleError(
             f"{draft}: is {actual_kind}, not {requested_kind}", fix=fix, code=f"no_{config.method}"
         )
+    head = draft.config
     check_target(head, draft.path, target.config, target.path)
     holds_embedding = False
     if config.load != "dummy":
@@ -217,9 +239,7 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
     kind = "EAGLE-3" if head.eagle3 is not None else "assistant"
     if head.block is not None:
         kind = head.block.name
-    require_equal_properties(
-        kind=kind, properties=pairs, head=draft, target=folder, flag="--draft-model"
-    )
+    require_equal_properties(kind=kind, properties=pairs, head=draft, target=folder)
     if reader is not None:
         reader.aux_layers(target.num_layers)
 

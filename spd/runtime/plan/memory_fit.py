@@ -66,7 +66,7 @@ def fit_to_memory(
             device=device,
             free=free_bytes,
             fraction=config.memory_fraction,
-            draft_flag=bool(config.draft_model or config.mtp),
+            draft_flag=config.draft_model is not None,
         )
     full = at_context(shape, ctx)
     if full.pages is not None:
@@ -87,7 +87,7 @@ def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -
     """Return every option that would free memory noticeably, and how much: sufficient ones first.
 
     usable: bytes that are there; None where only the device knows: contexts and slots are halved.
-    draft_flag: the drafter was requested by --draft-model or --mtp, which other methods refuse.
+    draft_flag: the drafter was requested by --draft-model, which other methods refuse.
     """
     now = measure(shape).total
     options = []
@@ -121,9 +121,7 @@ def _shorter_or_fewer(shape: EngineShape, usable: int | None) -> Iterator[tuple[
 def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
     """Yield options for another method, dtype or way of running."""
     if shape.draft is not None or shape.mtp is not None:
-        without = (
-            f", without --{'mtp' if shape.draft is None else 'draft-model'}" if draft_flag else ""
-        )
+        without = ", without --draft-model" if draft_flag else ""
         ngram_draft_max = METHODS["ngram"].draft_max
         yield (
             f"--spec ngram{without}",

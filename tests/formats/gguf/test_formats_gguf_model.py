@@ -24,7 +24,7 @@ from spd.formats.gguf.sidecars import find_sidecar
 from spd.formats.gguf.vocabulary import CONTROL
 from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
-from spd.formats.mtp import find_mtp_source
+from spd.formats.mtp import find_mtp_source, is_mtp_head
 from spd.runtime import unused_tensors
 from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, gguf_bytes, header_bytes
 from tests.formats.gguf.test_formats_gguf_container import mutate
@@ -138,21 +138,29 @@ def test_stacked_experts_are_cut(tmp_path: Path) -> None:
             assert (part.shape, part.nbytes) == ((rows, columns), size)
 
 
+MTP_KEYS: dict[str, Value | None] = {
+    "general.architecture": "glm4moe",
+    "glm4moe.nextn_predict_layers": 1,
+    **{f"glm4moe.{key}": value for key, value in GLM_KEYS.items()},
+}
+MTP_TENSORS = {
+    **{f"blk.1.nextn.{name}.weight": TensorSpec("F32", [32]) for name in ("enorm", "hnorm")},
+    "blk.1.nextn.eh_proj.weight": TensorSpec("F32", [32, 64]),
+    "blk.1.attn_norm.weight": TensorSpec("F32", [32]),
+}
+
+
+def test_a_file_with_an_mtp_head_alone_is_told_from_a_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path, MTP_KEYS, MTP_TENSORS)
+    assert model.gguf is not None and not is_mtp_head(model)
+    without_layers = {name: None for name in model.gguf.file.tensors if name.startswith("blk.0.")}
+    assert is_mtp_head(write_model(tmp_path, MTP_KEYS, {**MTP_TENSORS, **without_layers}))
+    assert not is_mtp_head(write_model(tmp_path, {}))
+    assert not is_mtp_head(write_model(tmp_path, {}, without_layers)), "a vocabulary"
+
+
 def test_layers_of_an_mtp_head_stand_behind_the_others(tmp_path: Path) -> None:
-    tensors = {f"blk.1.nextn.{name}.weight": TensorSpec("F32", [32]) for name in ("enorm", "hnorm")}
-    folder = write_model(
-        tmp_path,
-        {
-            "general.architecture": "glm4moe",
-            "glm4moe.nextn_predict_layers": 1,
-            **{f"glm4moe.{key}": value for key, value in GLM_KEYS.items()},
-        },
-        {
-            **tensors,
-            "blk.1.nextn.eh_proj.weight": TensorSpec("F32", [32, 64]),
-            "blk.1.attn_norm.weight": TensorSpec("F32", [32]),
-        },
-    )
+    folder = write_model(tmp_path, MTP_KEYS, MTP_TENSORS)
     stored = folder.checkpoint.tensors
     assert folder.fields.get("num_hidden_layers") == 1
     names = ("enorm", "hnorm", "eh_proj", "input_layernorm")
