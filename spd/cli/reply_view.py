@@ -248,7 +248,11 @@ class GenerateRun:
             self.sink.write(to_json({**result, "versions": versions()}) + "\n")
         else:
             self._write_text_end()
-        for note in (unanswered_note(fields, self.reply, request), loop_note(self.reply)):
+        for note in (
+            unanswered_note(fields, self.reply, request),
+            loop_note(self.reply),
+            metrics.draft_note(self.engine.info.spec),
+        ):
             if note:
                 self.session.console.note(note)
         if options.stats:

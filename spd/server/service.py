@@ -116,10 +116,11 @@ class Service:
         self._report_once(note)
         return dataclasses.replace(generation, notes=(*generation.notes, note)), free
 
-    def _report_once(self, note: str) -> None:
-        """Report a note, unless it or too many others have been reported."""
-        if note not in self._reported and len(self._reported) < MAX_NOTES:
-            self._reported.add(note)
+    def _report_once(self, note: str, kind: str = "") -> None:
+        """Report a note, unless one of its kind, else it, or too many have been reported."""
+        kind = kind or note
+        if kind not in self._reported and len(self._reported) < MAX_NOTES:
+            self._reported.add(kind)
             self._report(f"note: {note}")
 
     def _prepared(
@@ -161,6 +162,10 @@ class Service:
             )
         counters["first_token_seconds_total"] += metrics.first_token_ms / 1000
         counters["queue_seconds_total"] += metrics.queue_ms / 1000
+        note = metrics.draft_note(self.plan.spec)
+        if note is not None:
+            counters[f'spec_decode_faults_total{{reason="{metrics.draft_fault}"}}'] += 1
+            self._report_once(note, metrics.draft_fault)
 
     def prometheus(self) -> str:
         """Return all counters in the text format of version 0.0.4."""

@@ -148,6 +148,8 @@ class Script:
     """The token ids of every event; None: ids that go up."""
     captures: int = 0
     """How many rounds there are to be captured before they are run."""
+    draft_fault: str = ""
+    """Why the drafts of the requests did not help."""
     on_capture: Callable[[int], None] | None = None
     engines: list[FakeEngine] = field(default_factory=list)
 
@@ -196,6 +198,7 @@ class FakeEngine:
         self._remaining_pieces = list(self.script.pieces)
         self.aborted = False
         self._metrics.prompt_tokens = len(request.prompt_ids)
+        self._metrics.draft_fault = self.script.draft_fault
 
     @property
     def has_work(self) -> bool:

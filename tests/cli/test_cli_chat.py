@@ -235,6 +235,13 @@ def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_pat
     assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
 
 
+def test_drafts_that_do_not_help_are_told_once_in_a_chat(talk: Callable, script: Any) -> None:
+    script.draft_fault = "cost"
+    assert talk("Hi", "Again").err.count("drafts do not pay here") == 1
+    script.draft_fault = ""
+    assert "drafts do not pay" not in talk("Hi").err
+
+
 def test_another_speculation_or_model_leaves_the_drafter_behind(
     talk, script, model, tmp_path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -62,6 +63,15 @@ def test_exactly_one_newline_is_added_where_none_is(ask, script) -> None:
     complete = (["a\n"], ["a\n", "\n"], ["a\r\n"])
     for script.pieces in (*complete, [""], ["a", ""], ["\x1b[31m\x00"]):
         assert ask().text == "".join(script.pieces) + "\n" * (script.pieces not in complete)
+
+
+def test_drafts_that_do_not_help_are_told_once(ask, script) -> None:
+    assert json.loads(ask("--json").text)["metrics"]["speculative_decoding"]["note"] is None
+    script.draft_fault = "chance"
+    note = "draft: 3 of 3 first drafts were accepted, as by chance"
+    assert ask().err.startswith(f"note: {note}") and ask("-q").err == ""
+    result = json.loads(ask("--json").text)
+    assert result["metrics"]["speculative_decoding"]["note"].startswith(note)
 
 
 def test_a_reply_that_was_cut_while_it_repeated_itself_says_so(ask, script) -> None:

@@ -27,7 +27,9 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     request = Request(name, prompt, SamplingParams())
     runs = program_runs((("prompt", len(prompt)),), CHUNK)
     silent = Detokenizer(lambda _: b"", (), 0)
-    return Sequence(request, min(CTX, limit), (), silent, needs=SamplingSteps(), runs=runs)
+    return Sequence(
+        request, min(CTX, limit), (), silent, needs=SamplingSteps(), draft_cap=0, runs=runs
+    )
 
 
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:

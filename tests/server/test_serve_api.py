@@ -17,7 +17,7 @@ import pytest
 from spd.cli.commands.serve import ServeOptions
 from spd.cli.run_settings import plan_settings
 from spd.conversation.prompt import Prompt
-from spd.runtime import Engine, SamplingParams
+from spd.runtime import Engine, RequestMetrics, SamplingParams
 from spd.server import app as front
 from spd.server import body as request_body
 from spd.server import run
@@ -240,12 +240,25 @@ def test_other_paths_answer_and_prefixes_are_cached(served) -> None:
         and counters["spd_requests_running"] == "0"
     )
     assert int(counters['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
+    assert not any("spec_decode_faults" in name for name in counters), "the demo's drafts help"
     system = {"role": "system", "content": "Be exact about every function. " * 30}
     first, second = (
         served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2)
     )
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_drafts_that_do_not_help_are_counted_and_told_once(served: Served, capfd: Any) -> None:
+    for tokens in (30, 40):
+        metrics = RequestMetrics(
+            completion_tokens=tokens, outcomes={(4, 0): tokens}, draft_fault="chance"
+        )
+        served.service.open_requests += 1
+        served.service.count_ended(metrics, "length")
+    counters = served.send("GET", "/metrics")[1]
+    assert 'spd_spec_decode_faults_total{reason="chance"} 2\n' in counters
+    assert capfd.readouterr().err.count("0 of 30 first drafts were accepted") == 1
 
 
 @pytest.fixture(scope="module")

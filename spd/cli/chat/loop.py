@@ -223,6 +223,9 @@ class Chat:
         if self.stats and self.model.metrics is not None:
             figures = stats_line(dataclasses.replace(self.model.metrics, load_ms=0.0))
             self.print_line(f"  {figures} · {self._context_usage()}")
+        if self.model.metrics is not None:
+            note = self.model.metrics.draft_note(self.model.info.spec)
+            self.session.note_once(self.model.metrics.draft_fault, note)
         turn = extended.turns[-1]
         if turn.finish == "length" and self.interactive:
             self.print_line(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")

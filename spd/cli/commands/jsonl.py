@@ -383,6 +383,7 @@ class LineBatch:
             inside=line.inside_thinking,
             marks=marks,
         )
+        self.session.note_once(metrics.draft_fault, metrics.draft_note(self.engine.info.spec))
         answer: dict[str, object] = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
         failure = reply_failure(gathered, request)
         if failure is not None:

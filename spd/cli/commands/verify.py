@@ -126,11 +126,14 @@ def _verify_model(session: Session, options: VerifyOptions) -> None:
         "tokens": result.tokens,
         "drafts_accepted": result.speculated,
         "differences": result.differences,
+        "draft_note": result.draft_note,
         "passed": not result.differences,
     }
     facts = _replay_facts(result) | {name: certificate[name] for name in SUMMARY_FIELDS}
     if not result.speculated and result.plans[1]["spec"] != "off":
         facts["note"] = "no draft was accepted, so this tested little"
+    if result.draft_note is not None:
+        facts["drafts"] = result.draft_note
     sink.write_result(options.json, certificate, fact_lines(facts))
     if result.differences:
         raise _difference_error(result, len(requests))

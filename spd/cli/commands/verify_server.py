@@ -52,6 +52,10 @@ SERVER_OPTIONS = frozenset(
 """Options that a server leaves to `spd verify`."""
 COMPANY = 4
 """Requests at a time unless --concurrency is set."""
+CHANCE = 1 / 32
+"""The share of accepted drafts below which they are about as good as chance."""
+FEW_DRAFTS = 200
+"""Drafts from which that is said."""
 MAX_DIFFERENCES = 10
 """How many differences are described."""
 MAX_NAMES = 10
@@ -251,6 +255,8 @@ class Report:
         drafts = self.check.drafts["on"]
         if drafts["drafted"] and not drafts["accepted"]:
             return "no draft was accepted, so this tested little"
+        if drafts["drafted"] >= FEW_DRAFTS and drafts["accepted"] < CHANCE * drafts["drafted"]:
+            return "few drafts were accepted, as by chance: is the drafter another model's?"
         if not self.check.tokens:
             return "the server counts no tokens"
         return None

@@ -67,6 +67,14 @@ class Session:
     """The number of ranks that torchrun has started; None without torchrun."""
     config_notes: list[str] = field(default_factory=list)
     """Lines that name the file of options and what it sets; shown by -v and in refusals."""
+    noted: set[str] = field(default_factory=set)
+    """Kinds of notes that `note_once` has written."""
+
+    def note_once(self, kind: str, text: str | None) -> None:
+        """Write a note if there is one and none of its kind was written before."""
+        if text is not None and kind not in self.noted:
+            self.noted.add(kind)
+            self.console.note(text)
 
     def apply_output_options(self, color: str, quiet: bool, verbose: int) -> None:
         """Set color, quiet, verbose and debug from the options of the command."""

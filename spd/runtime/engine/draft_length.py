@@ -271,6 +271,11 @@ class DraftLength:
         cost = self.times.costs([self.lookup_k], model=False)[self.lookup_k]
         return self.lookup_k if tokens / cost > speed else 0
 
+    def break_even(self, k: int) -> float:
+        """Return the tokens a round from which k drafts pay, by the times of such a load."""
+        costs = self.times.costs([0, k])
+        return costs[k] / costs[0]
+
     @property
     def rate(self) -> float:
         """The first draft's probability over all requests; see `next_draft_probability`."""

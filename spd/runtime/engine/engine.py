@@ -19,6 +19,7 @@ from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock
 from spd.runtime.engine.client import EngineClient, EngineInfo
 from spd.runtime.engine.device import activate, admit, open_device, out_of_memory_error
+from spd.runtime.engine.draft_fault import judge_drafts
 from spd.runtime.engine.draft_guide import guide_drafts
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
@@ -354,16 +355,10 @@ class Engine(EngineClient):
     def _set_batch(self, batch: list[Sequence]) -> None:
         """Set the sequences of the next rounds, and all that depends on them."""
         self._batch = batch
-        draft_max = self.plan.shape.draft_max
         self._needs = reduce(or_, (sequence.needs for sequence in batch), SamplingSteps())
         logprobs = [sequence.request.params.logprobs for sequence in batch]
         self._num_logprobs = max((count for count in logprobs if count is not None), default=None)
-        requests = []
-        for sequence in batch:
-            cap = sequence.request.draft_max
-            cap = draft_max if cap is None else min(cap, draft_max)
-            requests.append((sequence.acceptance, cap))
-        self.draft_length.set_requests(requests)
+        self.draft_length.set_requests([(s.acceptance, s.draft_cap) for s in batch])
 
     def _enqueue(self) -> bool:
         """Enqueue a round of all decoding sequences; False if each may be at its limit already."""
@@ -432,7 +427,7 @@ class Engine(EngineClient):
         metrics = sequence.metrics
         if (
             self.plan.adaptive
-            and sequence.request.draft_max != 0
+            and sequence.draft_cap
             # A request's first round cannot have had drafts.
             and metrics.completion_tokens > metrics.first_tokens
         ):
@@ -489,6 +484,7 @@ class Engine(EngineClient):
     def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:
         """Free a sequence's slot and pages, and queue its last event; settled: see `_vacate`."""
         sequence.finish_reason = event.finish_reason
+        judge_drafts(sequence, self.plan, self.draft_length)
         if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and event.finish_reason != "error")
         private_pages = self.scheduler.retire(sequence)

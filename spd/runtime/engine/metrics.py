@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 BEFORE_FIRST_TOKEN = ("load_ms", "prompt_ms", "queue_ms", "first_token_ms")
 """The times up to the first token."""
-Fields: TypeAlias = "dict[str, int | float | str | list[int] | dict[str, int]]"
+Fields: TypeAlias = "dict[str, int | float | str | list[int] | dict[str, int] | None]"
 """Metrics under the names of another program's JSON."""
 
 
@@ -66,6 +66,10 @@ class RequestMetrics:
     draft_n_accepted_raw: int = 0
     draft_n_masked: int = 0
     """Drafts that a grammar forced, or that were drawn among the tokens that it allows."""
+    draft_fault: str = ""
+    """Why drafts did not help, set at the end: "chance", "context" or "cost"; empty if they did."""
+    break_even: float = 0.0
+    """Tokens a round from which drafts paid, by measured times; 0 where nothing was judged."""
 
     @property
     def rounds(self) -> int:
@@ -142,6 +146,25 @@ class RequestMetrics:
         """Share of the drafts that a grammar forced or masked; those of a last round count too."""
         return min(1.0, self.draft_n_masked / self.draft_n) if self.draft_n else 0.0
 
+    def draft_note(self, method: str) -> str | None:
+        """Return one line about drafts that did not help, and why; None where they did."""
+        undrafted = f"{self.rounds - self.num_drafts} of {self.rounds} rounds had no drafts"
+        if self.draft_fault == "chance":
+            first = sum(self.accepted_per_position[:1])
+            return (
+                f"{method}: {first} of {self.num_drafts} first drafts were accepted, as by chance: "
+                "the drafter may be another model's, or its taps, norm or vocabulary are others"
+            )
+        if self.draft_fault == "context":
+            return f"{method}: {undrafted}, for the drafter's context has ended"
+        if self.draft_fault == "cost":
+            return (
+                f"{method}: drafts do not pay here: {undrafted}, {self.draft_acceptance_rate:.0%} "
+                f"of the drafts were accepted; with {self.tokens_per_round:.2f} tokens a round "
+                f"they would have to bring {self.break_even:.2f}"
+            )
+        return None
+
     def usage(self) -> Fields:
         """Return the token counts under the names of OpenAI's API."""
         return {
@@ -184,4 +207,5 @@ class RequestMetrics:
             "acceptance_histogram": self.acceptance_histogram,
             "accepted_per_position": self.accepted_per_position,
             "acceptance": "imposed" if imposed else "natural",
+            "note": self.draft_note(method),
         }

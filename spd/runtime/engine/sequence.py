@@ -131,6 +131,8 @@ class Sequence:
     stop_ids: tuple[int, ...]
     detokenizer: Detokenizer
     needs: SamplingSteps
+    draft_cap: int
+    """Drafts that it takes a round at most."""
     grammar: Grammar | None = None
     """With a grammar, the sequence sits out rounds until the masks for its next are written."""
     defers_grammar: bool = False
@@ -236,8 +238,7 @@ class Sequence:
         """
         if self.grammar is None or self.defers_grammar or verify_rule != "coupled":
             return drafts
-        if self.request.draft_max is not None:
-            limit = min(limit, self.request.draft_max)
+        limit = min(limit, self.draft_cap)
         forced_drafts = self.grammar.force_drafts(drafts, limit if self.generated else 0)
         num_alike = 0
         for draft, forced in zip(drafts, forced_drafts, strict=False):
@@ -396,8 +397,10 @@ class RequestValidator:
             and len(stops) < NUM_STOP_IDS
         )
         decode_bytes = self.tokenizer.decode_bytes if self.tokenizer else lambda _tokens: b""
+        draft_max = self.plan.shape.draft_max
         return Sequence(
             request=request,
+            draft_cap=min(draft_max if request.draft_max is None else request.draft_max, draft_max),
             length_limit=min(self.plan.shape.ctx, limit),
             stop_ids=(*stops, after) if defers_grammar and after is not None else stops,
             detokenizer=Detokenizer(decode_bytes, params.stop, params.min_tokens),

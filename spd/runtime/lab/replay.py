@@ -14,6 +14,9 @@ from spd.runtime.lab.load import Difference, Pass, compare_texts, run_pass
 from spd.runtime.lab.prompt_set import EncodedPrompt
 from spd.runtime.plan.config import EngineConfig
 
+NOTED_REQUESTS = 1000
+"""Latest requests that are searched for a note about drafts: an engine forgets the first of many."""
+
 
 @dataclass
 class Replay:
@@ -23,6 +26,8 @@ class Replay:
     tokens: int
     speculated: int  # accepted drafts of the candidate; with none the comparison shows nothing
     differences: list[Difference]
+    draft_note: str | None
+    """Why the candidate's drafts helped little, as of the first request that says so."""
 
 
 def make_requests(
@@ -69,21 +74,24 @@ def replay_requests(
     names = [name for name, _ in requests]
     bare_requests = [request for _, request in requests]
 
-    def run(config: EngineConfig, engine_name: str) -> tuple[dict[str, Any], Pass]:
-        """Return the plan of an engine, and its pass over the requests."""
+    def run(config: EngineConfig, engine_name: str) -> tuple[dict[str, Any], Pass, str | None]:
+        """Return the plan of an engine, its pass over the requests, and the note of its drafts."""
         engine = Engine(config)
         engine_pass = run_pass(
             engine, bare_requests, concurrency=config.slots, watch=partial(watch, engine_name)
         )
         engine.close()
-        return engine.plan.as_dict(), engine_pass
+        latest = [engine.metrics(request.id) for request in bare_requests[-NOTED_REQUESTS:]]
+        notes = (metrics.draft_note(engine.plan.spec) for metrics in latest)
+        return engine.plan.as_dict(), engine_pass, next(filter(None, notes), None)
 
-    plain, expected = run(reference, "reference")
-    plan, candidate_pass = run(candidate, "candidate")
+    plain, expected, _ = run(reference, "reference")
+    plan, candidate_pass, draft_note = run(candidate, "candidate")
     tokens, differences = compare_texts(names, expected, candidate_pass)
     return Replay(
         (plain, plan),
         tokens,
         sum(record.accepted for record in candidate_pass.records),
         differences,
+        draft_note,
     )
