@@ -25,7 +25,7 @@ def judge_drafts(sequence: Sequence, plan: EnginePlan, length: DraftLength) -> N
         metrics.rounds < MIN_ROUNDS
         or not sequence.draft_cap
         or plan.config.synthetic_acceptance is not None
-        or not METHODS[split_spec(plan.spec)[0]].weights
+        or not METHODS[split_spec(plan.spec)[0]].has_weights
     ):
         return
     metrics.break_even = length.break_even(
