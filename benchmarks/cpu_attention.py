@@ -46,10 +46,10 @@ READER = """
 #include <stdint.h>
 uint64_t sum(const uint64_t *from, long count)
 {
-    uint64_t sums[64] = {0}, total = 0;
-    for (long i = 0; i < count; i += 64)
-        for (int j = 0; j < 64; j++) sums[j] += from[i + j];
-    for (int j = 0; j < 64; j++) total += sums[j];
+    uint64_t sums[32] = {0}, total = 0;
+    for (long i = 0; i < count; i += 32)
+        for (int j = 0; j < 32; j++) sums[j] += from[i + j];
+    for (int j = 0; j < 32; j++) total += sums[j];
     return total;
 }
 """
