@@ -26,46 +26,41 @@ INLINE vec number(ints x, const int kind, vec zero)
     return as_vec(either(as_ints(size), left_by(masked(x, 128), 24)));
 }
 
-/* A pair of numbers, at depth 2 j and 2 j + 1, into a right-side tile. */
-static inline void place_pair(element *tile, int j, vec first, vec second)
+/* Lanes whose codes' upper bits lie in one lane. */
+static inline int lanes_together(int kind) { return kind == INT5 ? 4 : kind == INT6 ? 2 : 1; }
+
+/* A number of 16 columns of one side at depth 4 z + n; part: z modulo `lanes_together`. */
+INLINE vec number_at(const uint8_t *codes, const int kind, int z, const int part, const int n, const int side, vec zero)
 {
-#ifdef SPD_FLOAT32
-    storef(tile + 2 * j * SIDE, SIDE, first);
-    storef(tile + (2 * j + 1) * SIDE, SIDE, second);
-#else
-    storei(tile + j * DEPTH, either(right(as_ints(first), 16), masked(as_ints(second), (int32_t)0xffff0000)));
-#endif
+    const int byte = n / 2 + n % 2 * 2, paired = is_paired(kind), lanes = lanes_together(kind), bits = 4 / lanes;
+    ints x = right(loadi(codes + (paired ? z : 2 * z + side) * LANES), (unsigned)(8 * byte + (paired ? 4 * side : 0)));
+    if (kind == INT5 || kind == INT6) {
+        ints upper = loadi(codes + (8 + z / lanes) * LANES);
+        upper = masked(right(upper, (unsigned)(8 * byte + bits * (2 * part + side))), (1 << bits) - 1);
+        x = either(masked(x, 15), left_by(upper, 4));
+    }
+    return number(x, kind, zero);
 }
 
-/* Codes with the lower bits x of lane z, of one of its bytes. */
-INLINE ints with_upper(ints x, const uint8_t *codes, const int kind, int z, int byte, int side)
+INLINE void decode_kind(const uint8_t *codes, const int kind, const vec *zeros, int from, int to, Number *tiles)
 {
-    const int bits = kind == INT5 ? 1 : 2, lanes = 4 / bits;
-    ints upper = loadi(codes + (8 + z / lanes) * LANES);
-    upper = masked(right(upper, (unsigned)(8 * byte + bits * (2 * (z % lanes) + side))), (1 << bits) - 1);
-    return either(masked(x, 15), left_by(upper, 4));
+    for (int z = from / 4; z < to / 4; z += lanes_together(kind))
+#pragma GCC unroll 4
+        for (int part = 0; part < lanes_together(kind); part++)
+#pragma GCC unroll 2
+            for (int side = 0; side < 2; side++)
+#pragma GCC unroll 2
+                for (int n = 0; n < 4; n += 2) {
+                    vec first = number_at(codes, kind, z + part, part, n, side, zeros[side]);
+                    vec second = number_at(codes, kind, z + part, part, n + 1, side, zeros[side]);
+                    place_numbers(tiles + side * TILE, 2 * (z + part) + n / 2, first, second);
+                }
 }
 
-INLINE void decode_kind(
-    const uint8_t *codes, const int kind, const vec *zeros, int from, int to, element *tiles)
+/* One step of a block into two tiles of numbers: depths `from` to `to`. */
+static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, int to, Number *tiles)
 {
-    for (int j = from; j < to; j++)
-        for (int side = 0; side < 2; side++) {
-            int z = j / 2, byte = j % 2, paired = is_paired(kind), at = 8 * byte + (paired ? 4 * side : 0);
-            ints x = loadi(codes + (paired ? z : 2 * z + side) * LANES);
-            ints first = right(x, (unsigned)at), second = right(x, (unsigned)(at + 16));
-            if (kind == INT5 || kind == INT6) {
-                first = with_upper(first, codes, kind, z, byte, side);
-                second = with_upper(second, codes, kind, z, byte + 2, side);
-            }
-            place_pair(tiles + side * TILE, j, number(first, kind, zeros[side]), number(second, kind, zeros[side]));
-        }
-}
-
-/* One step of a block into two right-side tiles: pairs `from` to `to`, the others zero. */
-static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, int to, element *tiles)
-{
-    if (from || to < SIDE) memset(tiles, 0, 2 * TILE * sizeof(element));
+    if (SPD_PAIRS && to - from < DEPTH) memset(tiles, 0, 2 * TILE * sizeof(Number));
     if (kind == INT4) decode_kind(codes, INT4, zeros, from, to, tiles);
     else if (kind == INT8) decode_kind(codes, INT8, zeros, from, to, tiles);
     else if (kind == E2M1) decode_kind(codes, E2M1, zeros, from, to, tiles);
@@ -103,6 +98,58 @@ static inline int is_fused(const Weight *w)
 #define SPD_FUSED 0
 #endif
 
+#if !SPD_PAIRS
+/* One row a with codes of one block, whose numbers are used as they are made: c [32]. row_sums: of the row's steps. */
+INLINE void one_row(const Left *a, const float *row_sums, const Weight *w, const int kind, const uint8_t *codes, long at,
+    float *c)
+{
+    const long size = step_bytes(kind), halved = w->group < DEPTH;
+    Factors factors = {0};
+    memset(c, 0, WIDTH * sizeof *c);
+    for (long g = 0; g < w->groups; g++) {
+        long k = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH);
+        int from = halved && g % 2 ? 4 : 0, to = halved && g % 2 == 0 ? 4 : 8;
+        vec sums[2] = {vzero(), vzero()}, zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
+        if (w->zeros)
+            for (int side = 0; side < 2; side++) zeros[side] = of_bytes(w->zeros + (at + g) * WIDTH + side * SIDE);
+        if (begins_super(w, g)) load_factors(w, at + g, &factors);
+        for (last = last < w->steps ? last : w->steps; k < last; k++) {
+            const uint8_t *step = codes + k * size;
+            for (long line = 0; line < size; line += LANES) __builtin_prefetch(step + line + 4096, 0, 3);
+            for (int z = from; z < to; z += lanes_together(kind))
+#pragma GCC unroll 4
+                for (int part = 0; part < lanes_together(kind); part++)
+#pragma GCC unroll 4
+                    for (int n = 0; n < 4; n++) {
+                        vec x = vall(a[k * DEPTH + 4 * (z + part) + n]);
+#pragma GCC unroll 2
+                        for (int side = 0; side < 2; side++)
+                            sums[side] = vfma(x, number_at(step, kind, z + part, part, n, side, zeros[side]), sums[side]);
+                    }
+        }
+        for (int side = 0; side < 2; side++) {
+            float *to_add = c + side * SIDE;
+            vec sum = vfma(sums[side], scales_of(w, &factors, at + g, side), loadf(to_add, SIDE));
+            if (w->minima) sum = vfnma(vall(row_sums[g]), minima_of(w, &factors, at + g, side), sum);
+            storef(to_add, SIDE, sum);
+        }
+    }
+}
+
+static __attribute__((noinline)) void one_row_of_kind(
+    const Left *a, const float *row_sums, const Weight *w, const uint8_t *codes, long at, float *c)
+{
+    if (w->kind == INT4) one_row(a, row_sums, w, INT4, codes, at, c);
+    else if (w->kind == INT8) one_row(a, row_sums, w, INT8, codes, at, c);
+    else if (w->kind == E2M1) one_row(a, row_sums, w, E2M1, codes, at, c);
+    else if (w->kind == INT5) one_row(a, row_sums, w, INT5, codes, at, c);
+    else if (w->kind == INT6) one_row(a, row_sums, w, INT6, codes, at, c);
+    else if (w->kind == IQ4) one_row(a, row_sums, w, IQ4, codes, at, c);
+    else if (w->kind == MX4) one_row(a, row_sums, w, MX4, codes, at, c);
+    else one_row(a, row_sums, w, E4M3, codes, at, c);
+}
+#endif
+
 /* One row x [depth] into its place in what is multiplied by a weight; see place_row and place_int8. */
 static void place_left(
     const Weight *w, const element *x, const float *norm, float epsilon, long depth, Rows rows, long row)
@@ -129,7 +176,7 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
 {
     const Left *left = from_rows.left;
     float total[ROOM * WIDTH] __attribute__((aligned(64))), part[ROOM * WIDTH] __attribute__((aligned(64)));
-    element tiles[PANEL * 2 * TILE] __attribute__((aligned(64)));
+    Number tiles[PANEL * 2 * TILE] __attribute__((aligned(64)));
     long steps = w->steps, groups = w->groups, halved = w->group < DEPTH;
     const uint8_t *codes = (const uint8_t *)w->tiles + index * steps * step_bytes(w->kind);
     Factors factors = {0};
@@ -148,10 +195,18 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
             continue;
         }
 #endif
+#if !SPD_PAIRS
+        if (count == 1) {
+            const Left *row = left + left_row(top, steps);
+            one_row_of_kind(row, from_rows.sums + top * steps, w, codes, index * groups, total);
+            finish(ending, total, block, top, count);
+            continue;
+        }
+#endif
         memset(total, 0, (size_t)(count * WIDTH) * sizeof(float));
         for (long g = 0; g < groups; g++) {
             long first = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH), at = index * groups + g;
-            int from = halved && g % 2 ? SIDE / 2 : 0, to = halved && g % 2 == 0 ? SIDE / 2 : SIDE;
+            int from = halved && g % 2 ? SIDE : 0, to = halved && g % 2 == 0 ? SIDE : DEPTH;
             vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
             if (w->zeros)
                 for (int side = 0; side < 2; side++) zeros[side] = of_bytes(w->zeros + at * WIDTH + side * SIDE);
@@ -159,12 +214,15 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
             if (last > steps) last = steps;
             for (long k = first; k < last; k += PANEL) {
                 long deep = last - k < PANEL ? last - k : PANEL;
-                for (long i = 0; i < deep; i++)
-                    decode(codes + (k + i) * step_bytes(w->kind), w->kind, zeros, from, to, tiles + i * 2 * TILE);
+                for (long i = 0; i < deep; i++) {
+                    const uint8_t *step = codes + (k + i) * step_bytes(w->kind);
+                    for (long line = 0; line < step_bytes(w->kind); line += LANES)
+                        __builtin_prefetch(step + line + 4096, 0, 3);
+                    decode(step, w->kind, zeros, from, to, tiles + i * 2 * TILE);
+                }
                 for (long m = 0; m < count; m += WIDTH)
-                    block_product(left + left_row(top + m, steps) + k * LEFT_STEP, steps * TILE,
-                        m + SIDE < count ? 2 : 1, (int)(count - m < WIDTH ? count - m : WIDTH), tiles, deep, k == first,
-                        tiles, 0, part + m * WIDTH);
+                    number_product(left + left_row(top + m, steps) + k * LEFT_STEP, steps * TILE,
+                        (int)(count - m < WIDTH ? count - m : WIDTH), tiles, deep, from, to, k == first, part + m * WIDTH);
             }
             for (int side = 0; side < 2; side++) {
                 vec scale = scales_of(w, &factors, at, side);

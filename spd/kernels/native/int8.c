@@ -140,6 +140,9 @@ static __attribute__((noinline)) void read_span(const Weight *w, long at, long f
     }
 }
 
+#if !SPD_WIDE && !SPD_NEON
+#include "int8_avx2.h"
+#else
 /* Add a group's products in one step, scaled, to totals of one side. g: the group's number in the span. */
 INLINE void add_group(vec *totals, const Step *a, const int count, const Weight *w, const Span *span, long g,
     const int kind, const uint8_t *codes, const int side, const int half, const int halved)
@@ -195,6 +198,8 @@ INLINE void int8_rows(const Step *a, const int count, const Weight *w, const int
         for (int side = 0; side < 2; side++) storef(c + r * WIDTH + side * SIDE, SIDE, totals[side][r]);
 }
 
+#endif
+
 INLINE void rows_of_kind(
     const Step *a, const int count, const Weight *w, const int halved, const uint8_t *codes, long at, float *c)
 {
@@ -212,6 +217,11 @@ void int8_product(const void *rows, long top, long count, const Weight *w, const
         long room = SIDE - (top + r) % SIDE, rest = count - r < room ? count - r : room;
         const Step *a = (const Step *)rows + step_of(top + r, w->steps);
         float *to = c + r * WIDTH;
+#ifdef ANY_ROWS
+        if (w->group < DEPTH) rows_of_kind(a, (int)rest, w, 1, codes, at, to);
+        else rows_of_kind(a, (int)rest, w, 0, codes, at, to);
+        r += rest;
+#else
 #define COUNT(n) \
     if (n <= MOST_INT8_ROWS && rest >= n) { \
         if (w->group < DEPTH) rows_of_kind(a, n, w, 1, codes, at, to); \
@@ -221,5 +231,6 @@ void int8_product(const void *rows, long top, long count, const Weight *w, const
     }
         COUNT(8) COUNT(4) COUNT(2) COUNT(1)
 #undef COUNT
+#endif
     }
 }

@@ -11,6 +11,16 @@ static inline void left_store(Left *to, vec x) { storef(to, SIDE, as_kept(x)); }
 static inline void left_weights(Left *to, vec x) { storef(to, SIDE, x); }
 static inline vec left_load(const Left *from) { return loadf(from, SIDE); }
 
+/* What codes become in right-side tiles: [32][16] of it. */
+typedef float Number;
+static inline float number_value(Number x) { return x; }
+static inline int number_place(int d, int column) { return d * SIDE + column; }
+static inline void place_numbers(Number *tile, int j, vec first, vec second)
+{
+    storef(tile + 2 * j * SIDE, SIDE, first);
+    storef(tile + (2 * j + 1) * SIDE, SIDE, second);
+}
+
 /* Rows that go through 32 columns together, and through 16: their sums fill the registers. */
 enum { NARROW = SPD_WIDE ? 8 : SPD_NEON ? 2 : 3, MOST_ROWS = SPD_WIDE ? 8 : 6 };
 
@@ -86,5 +96,54 @@ static inline void block_product(const Left *a, long apart, int blocks, int rows
 #endif
         }
         next += each * steps * DEPTH;
+    }
+}
+
+/* Add to c [count][32], or write there where `fresh`, `count` rows `apart` from a on times b [steps][2] tiles of numbers
+   at depths `from` to `to`; of each tile's two sides, `sides` are read. */
+INLINE void number_rows(const Left *a, long apart, const int count, const int sides, const Number *b, long steps,
+    int from, int to, int fresh, float *c)
+{
+    vec sums[MOST_ROWS][2];
+    for (int r = 0; r < count; r++)
+        for (int side = 0; side < sides; side++)
+            sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
+    for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE)
+#pragma GCC unroll 2
+        for (int d = from; d < to; d++) {
+            vec weights[2];
+            for (int side = 0; side < sides; side++) weights[side] = loadf(b + side * TILE + d * SIDE, SIDE);
+            for (int r = 0; r < count; r++) {
+                vec x = vall(a[r * apart + d]);
+                for (int side = 0; side < sides; side++) sums[r][side] = vfma(x, weights[side], sums[r][side]);
+            }
+        }
+    for (int r = 0; r < count; r++)
+        for (int side = 0; side < sides; side++) storef(c + r * 32 + side * SIDE, SIDE, sums[r][side]);
+}
+
+/* Add to c [rows][32], or write there where `fresh`, up to 32 rows from a on times b [steps][2] tiles of numbers, each
+   at depths `from` to `to`. apart: elements between blocks of 16 rows. */
+static inline void number_product(const Left *a, long apart, int rows, const Number *b, long steps, int from, int to,
+    int fresh, float *c)
+{
+    long row = apart / SIDE, groups = parts(rows, MOST_ROWS);
+    for (int first = 0, count; first < rows; first += count, groups--) {
+        count = (int)parts(rows - first, groups);
+        const Left *own = a + first * row;
+        float *sums = c + first * 32;
+#define ROWS_OF(n) \
+    case n: \
+        if (n <= NARROW) number_rows(own, row, n, 2, b, steps, from, to, fresh, sums); \
+        else \
+            for (int side = 0; side < 2; side++) \
+                number_rows(own, row, n, 1, b + side * TILE, steps, from, to, fresh, sums + side * SIDE); \
+        break;
+        switch (count) {
+            ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4) ROWS_OF(5) ROWS_OF(6)
+#if SPD_WIDE
+            ROWS_OF(7) ROWS_OF(8)
+#endif
+        }
     }
 }

@@ -15,5 +15,23 @@ static inline void left_store(Left *to, vec x) { store(to, SIDE, x); }
 static inline void left_weights(Left *to, vec x) { store(to, SIDE, x); }
 static inline vec left_load(const Left *from) { return load(from, SIDE); }
 
+/* What codes become in right-side tiles, which are as those of elements are. */
+typedef bf16 Number;
+static inline float number_value(Number x) { return vfirst(load(&x, 1)); }
+static inline int number_place(int d, int column) { return tile_place(d, column); }
+static inline void place_numbers(Number *tile, int j, vec first, vec second)
+{
+    storei(tile + j * DEPTH, either(right(as_ints(first), 16), masked(as_ints(second), (int32_t)0xffff0000)));
+}
+
+/* Add to c [rows][32], or write there where `fresh`, up to 32 rows from a on times b [steps][2] tiles of numbers, which
+   are 0 where they are not of depths `from` to `to`. apart: elements between blocks of 16 rows. */
+static inline void number_product(const Left *a, long apart, int rows, const Number *b, long steps, int from, int to,
+    int fresh, float *c)
+{
+    (void)from, (void)to;
+    block_product(a, apart, rows > SIDE ? 2 : 1, rows, b, steps, fresh, b, 0, c);
+}
+
 /* Few rows go through a block in one pass, more through parts of it of so many steps. */
 static inline long panel_of(long rows, long steps) { return rows > (SPD_AMX ? 64 : 32) ? 8 : rows > 32 ? 32 : steps; }

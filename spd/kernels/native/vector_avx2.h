@@ -124,7 +124,7 @@ static inline __m256i table_twice(const int8_t *table)
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
 }
 EACH(ints, bytes_of_table, _mm256_shuffle_epi8(table_twice(table), x.q[i]), const int8_t *table, ints x)
-enum { MOST_INT8_ROWS = 4, SIGNED_BYTES = 1, EXACT_PARTS = 0 };
+enum { SIGNED_BYTES = 1, EXACT_PARTS = 0 };
 EACH(ints, begun, ((void)sum, _mm256_setzero_si256()), ints sum)
 EACH(ints, ended, _mm256_add_epi32(sum.q[i], _mm256_madd_epi16(part.q[i], _mm256_set1_epi16(1))), ints sum, ints part)
 /* Four bytes, in every lane. */
