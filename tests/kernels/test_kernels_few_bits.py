@@ -75,6 +75,24 @@ def test_largest_sums_are_exact(native: NativeKernels, kind: Any, code: int, gro
     assert torch.equal(result, few_bits.grouped_linear(x.float(), weight))
 
 
+@needs_compiled
+@pytest.mark.parametrize("group", [16, 32])
+def test_what_is_not_finite_gives_the_same_alone(native: NativeKernels, group: int) -> None:
+    """Numbers of another group, in the same step of the depth, do not meet it."""
+    packed = native.pack(drawn("int8", 70, 96, group, True))
+    x = noise(9, 96)
+    x[0, 5] = math.inf
+    x[3, 24] = -math.inf
+    x[8, 40] = math.nan
+    x = x.to(native.dtype)
+    rows = native.packed_linear(x, packed, None, FLOAT32)
+    for row in range(9):
+        alone = native.packed_linear(x[row : row + 1], packed, None, FLOAT32)
+        assert torch.equal(
+            alone.nan_to_num(0.5, 1.5, 2.5), rows[row : row + 1].nan_to_num(0.5, 1.5, 2.5)
+        )
+
+
 def test_int8_is_within_half_a_step() -> None:
     wide = normal(33, 70, seed=4) * torch.exp2(torch.arange(33) - 16.0)[:, None]
     wide[5] = 0

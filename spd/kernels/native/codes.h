@@ -1,8 +1,10 @@
 /* Products with weights that are kept as codes of four, five, six or eight bits, with a scale a group of columns.
 
-   Codes become numbers that elements hold exactly; each group's sum, in ascending depth, is scaled in float32, and
-   groups are added in ascending order. Rows never choose another order. A minimum is what each number of a group is
-   less by: the sum of the row's own elements, times that, is taken off behind the scaled sum. */
+   Codes become numbers that elements hold exactly: in registers where few rows meet them, else in tiles that stay in the
+   first cache, of pairs of bfloat16 where the processor multiplies such, or of float32. Each group's sum, in ascending
+   depth, is scaled in float32, and groups are added in ascending order. Rows never choose another order. A minimum is
+   what each number of a group is less by: the sum of the row's own elements, times that, is taken off behind the scaled
+   sum. */
 
 #ifndef SPD_CODES_H
 #define SPD_CODES_H
