@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from spd.conversation.messages import for_template
 from spd.conversation.thinking_splitter import ThinkingSplitter
 from spd.conversation.tools.call_forms import FORMS, call_form
@@ -94,6 +92,9 @@ def render_with_jinja(template: str, messages: Sequence[Message], **variables: A
 
     Mistral's templates read thinking from a list of parts, as a user of the library writes it.
     """
+    # Imported here, for it takes seconds and who only collects tests has no use for it.
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     prompts: list[str] = []
     parts = [
         {**message, **make_past_turn(message["reasoning_content"], message["content"], template)}

@@ -13,8 +13,9 @@ FOLDER = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in this folder, and skip it where there is no device."""
+    has_device = torch.cuda.is_available()
     for item in items:
-        if FOLDER in item.path.parents:
+        if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
+            if not has_device:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -246,7 +246,7 @@ BLOCKS = [
     (name, SILU, 2, *((256, 256) if BY_NAME[name].elements == 256 else (96, 160)), 3, 2)
     for name in FORMS
 ]
-IN_LANE += tuple(len(EXPERTS) + [*FORMS].index(name) for name in ("Q4_0", "Q8_0", "Q6_K"))
+IN_LANE += tuple(len(EXPERTS) + [*FORMS].index(name) for name in ("Q4_0", "Q8_0"))
 EXPERTS += BLOCKS
 
 

@@ -191,6 +191,7 @@ def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
 plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
 
 
+@pytest.mark.covers(2)
 @plain_forms
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 300])

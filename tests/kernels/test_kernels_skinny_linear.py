@@ -66,9 +66,9 @@ EIGHT_BIT_SHAPES = [(16, 16, 1), (160, 140, 5), (1, 1, 1), (34, 131, 1)]
 CODED = [
     ("int4 64", 70, 256, 17),
     ("int4 128", 34, 320, 17),
-    ("int4 136", 40, 136, 17),
+    ("int4 136", 40, 136, 5),
     ("int8 64", 32, 128, 17),
-    ("e2m1 16", 48, 80, 17),
+    ("e2m1 16", 48, 80, 3),
     ("e2m1 32", 33, 160, 17),
     ("e4m3 128", 40, 200, 17),
 ]
@@ -80,12 +80,12 @@ BLOCKS = [
     ("Q4_1", 70, 96, 5),
     ("Q5_0", 16, 416, 17),
     ("Q5_1", 34, 160, 3),
-    ("Q4_K", 35, 512, 17),
+    ("Q4_K", 35, 512, 1),
     ("Q5_K", 40, 256, 16),
     ("Q6_K", 33, 768, 2),
-    ("IQ4_NL", 48, 224, 17),
+    ("IQ4_NL", 48, 224, 5),
     ("IQ4_XS", 34, 256, 5),
-    ("MXFP4", 70, 352, 17),
+    ("MXFP4", 70, 352, 3),
 ]
 """Every type of GGUF's blocks that stays packed, with steps that K does not fill."""
 EVERY_CASE: list[Any] = [
@@ -329,13 +329,17 @@ def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
     """Nor on how many rows there are."""
     tried, places = (range(1, 17), range(17)) if device == "cuda" else ((1, 16), (6,))
     for dtype in dtypes if device == "cuda" else dtypes[-1:]:
+        is_block_type = kind in gguf_forms.FORMS
         n, k = {"plain": (24, 80), "int8": (48, 140)}.get(
-            kind, (48, 512 if kind in gguf_forms.FORMS else 320)
+            kind, (24, 512) if is_block_type else (48, 320)
         )
         o = Operands(n, k, 17, dtype, device, kind=kind)
         config = replace(config, block_k=step_of(o.weight) or config.block_k)
         monkeypatch.setattr(twin, "_config", choice(config))
-        for name, run in operations(o, 17).items():
+        functions = operations(o, 17)
+        if is_block_type and device == "cpu":  # the interpreter is slow
+            functions = {name: functions[name] for name in ("linear", "norm_gate_up")}
+        for name, run in functions.items():
             results = run(o.x, o.residual)
             for rows in tried:
                 some = run(o.x[:rows], o.residual[:rows])

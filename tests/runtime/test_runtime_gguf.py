@@ -80,7 +80,7 @@ def test_packed_types_run_as_their_values(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.covers(count=2)
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("kind", FORMS)
 def test_packed_types_give_the_same_tokens_by_triton(tmp_path: Path, kind: str) -> None:
     """In the interpreter, against torch's values; no matrix is stored dequantized."""
