@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ if not torch.cuda.is_available():
     # Read by triton when it is first imported: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from spd.formats.hub import spd_cache_folder
+from spd.kernels.native.build import DTYPE_FLAGS, NativeUnavailable
+from spd.kernels.native.library import open_library
 from spd.runtime.round.arithmetic_probe import WIDEST
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch, Tiny, TinyShelf
@@ -68,6 +72,15 @@ def keep_threads() -> Iterator[None]:
 def _interrupts_are_heard() -> None:
     """Restore SIGINT, which background jobs of a shell ignore, and their children with them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the C kernels before the workers start, each of which would compile them."""
+    if not session.config.getoption("numprocesses", None):
+        return
+    for dtype in DTYPE_FLAGS:
+        with suppress(NativeUnavailable):
+            open_library(spd_cache_folder, dtype)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from spd.formats.hub import spd_cache_folder
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.native.build import library_path
 from spd.kernels.native.library import NativeKernels
@@ -39,18 +40,17 @@ def dtypes(device: str) -> tuple[torch.dtype, ...]:
 
 @pytest.fixture(scope="session")
 def native_with(pytestconfig: pytest.Config) -> Callable[[str], NativeKernels]:
-    """Return a loader of the C kernels by instructions and dtype, as `HERE` names them, cached by
-    source."""
+    """Return a loader of the C kernels by instructions and dtype, as `HERE` names them, cached
+    where `spd` caches its own."""
 
     @functools.cache
     def load(name: str) -> NativeKernels:
         instructions, dtype = name.split()
-        folder = pytestconfig.cache.mkdir("native")
-        with open(folder / f"{name}.lock", "w") as lock:
+        with open(pytestconfig.cache.mkdir("native") / f"{name}.lock", "w") as lock:
             fcntl.flock(
                 lock, fcntl.LOCK_EX
             )  # one process compiles, the others wait for what it made
-            path = library_path(lambda: folder, instructions, dtype=dtype)
+            path = library_path(spd_cache_folder, instructions, dtype=dtype)
         library = NativeKernels(path, getattr(torch, dtype))
         assert library.instructions == instructions
         return library

@@ -12,7 +12,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd.formats.hub import spd_cache_folder
 from spd.kernels.linear.few_bits import GroupedWeight, grouped_linear
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.native import build, library
@@ -27,7 +27,14 @@ from spd.kernels.native.build import NativeUnavailable, library_path
 from spd.kernels.native.calls import AmxRefused
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import FLOAT32, ROUNDED, epilogue_of
-from tests.kernels.forms import ACTS, apply_activation, assert_rounded, needs_compiled, noise
+from tests.kernels.forms import (
+    ACTS,
+    HERE,
+    apply_activation,
+    assert_rounded,
+    needs_compiled,
+    noise,
+)
 from tests.kernels.skinny_cases import CODED, drawn
 
 pytestmark = needs_compiled
@@ -195,25 +202,19 @@ def test_files_are_compiled_together_and_counted(
     )
 
 
-compiled_once = cache(build._compile)
-
-
 @pytest.fixture
-def hastily(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile to slower code, in less than half of the time."""
-    assert build.FLAGS[0] == "-O3"
-    monkeypatch.setattr(build, "FLAGS", ("-O1", *build.FLAGS[1:]))
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, hastily: None) -> list[int]:
-    """Return a list that grows with each compilation; the compiler runs once for all."""
+def compiled(
+    monkeypatch: pytest.MonkeyPatch, native_with: Callable[[str], NativeKernels]
+) -> list[int]:
+    """Return a list that grows with each compilation; it gives the library that is there."""
     runs: list[int] = []
     monkeypatch.setattr(build, "UNCACHED_LIBRARIES", {})
+    native_with(HERE[0])
+    library = library_path(spd_cache_folder, HERE[0].split()[0]).read_bytes()
 
     def compile_counted(compiler: Sequence[str], flags: Sequence[str]) -> bytes:
         runs.append(1)
-        return compiled_once(compiler, flags)
+        return library
 
     monkeypatch.setattr(build, "_compile", compile_counted)
     return runs
@@ -316,9 +317,10 @@ def test_what_was_checked_is_loaded(tmp_path: Path, compiled: list[int]) -> None
 
 
 def test_the_compiler_takes_nothing_from_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hastily: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Relative and empty entries of what it searches lead to nothing."""
+    monkeypatch.setattr(build, "SOURCES", ("init.c",))
     for name in ("gcc", "cc", "as", "ld", "cc1", "collect2"):
         (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/run\nexit 1\n")
         (tmp_path / name).chmod(0o755)
@@ -326,7 +328,7 @@ def test_the_compiler_takes_nothing_from_the_working_folder(
     monkeypatch.chdir(tmp_path)
     for name in ("PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "COMPILER_PATH"):
         monkeypatch.setenv(name, f":.:{os.environ.get(name, '')}")
-    assert NativeKernels(library_path(lambda: tmp_path / "cache")).instructions
+    assert library_path(lambda: tmp_path / "cache").read_bytes().startswith(b"\x7fELF")
     assert not (tmp_path / "run").exists()
 
 
