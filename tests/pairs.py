@@ -87,6 +87,9 @@ DRAFT_LENGTHS = (
 )
 """Drafts of the rounds, repeated: rounds of every kind follow every other."""
 
+CHAINED = (0, 2, 1, 0, 3)
+"""Drafts of a model that lookup continues in the rounds of `LOOKUP_LENGTH`, repeated; 0: lookup alone."""
+
 
 @dataclass(frozen=True)
 class Pair:
@@ -109,7 +112,17 @@ class Pair:
         """Make an engine whose rounds draft `lengths` tokens, repeated."""
         engine = self.make_engine(LOOKUP_LENGTH, **{"adaptive": True, **options})
         length_cycle = itertools.cycle(lengths)
-        engine.draft_length.choose = lambda: next(length_cycle)  # type: ignore[method-assign]
+        chained_cycle = itertools.cycle(CHAINED)
+        chooser = engine.draft_length
+
+        def choose() -> int:
+            """Return the next number of drafts, and set how many a model makes before lookup."""
+            length = next(length_cycle)
+            chains = chooser.lookup_k and length > chooser.maximum
+            chooser.chained = min(next(chained_cycle), chooser.maximum) if chains else 0
+            return length
+
+        chooser.choose = choose  # type: ignore[method-assign]
         return engine
 
 

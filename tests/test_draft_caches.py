@@ -112,6 +112,7 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
         )
         turn = make_next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
         engine.draft_length.choose = lambda: K  # type: ignore[method-assign]
+        engine.draft_length.chained = 0
         continued = run_requests(engine, [turn])
         fresh = run_requests(pair.make_varying_engine((K,), prefix_sharing=False), [turn])
         assert continued[0].metrics.cached_tokens == len(prompt) + count - 1
@@ -172,10 +173,11 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
 
     def checked(self: LocalRoundQueue, k: int, views: Sequence[SlotView], *arguments: Any) -> Any:
         pending = launch(self, k, views, *arguments)
-        next_k = arguments[-1]
+        next_k, chained = arguments[-2:]
         proposer = self.round.proposer
         assert isinstance(proposer, DraftModelProposer)
-        for slot, view in enumerate(views) if 0 < next_k <= proposer.max_model_drafts else ():
+        has_drafted = chained or self.round.count_model_drafts(next_k)
+        for slot, view in enumerate(views) if has_drafted else ():
             count = int(self.state.length[slot]) - 1
             if view.bound and self.state.occupied[slot]:
                 caches = proposer.runners[0].cache, self.round.runner.cache

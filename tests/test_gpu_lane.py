@@ -21,7 +21,9 @@ class Through(CapturedRounds):
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Any:
         self.capture(shape, views)
-        return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
+        return self.round.run(
+            shape.k, views, shape.needs, shape.num_logprobs, shape.next_k, shape.chained
+        )
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
         self.captured.setdefault(shape, (None, None))

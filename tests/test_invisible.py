@@ -9,11 +9,13 @@ decodes the same requests a token a round.
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spd.runtime import Engine, Request, RoundRecord, SamplingParams
+from spd.runtime.round.state import RoundState
 from tests.helpers import (
     Run,
     assert_same_runs,
@@ -24,9 +26,12 @@ from tests.helpers import (
     run_all,
 )
 from tests.invisible_matrix import (
+    BLOCKS,
     CELLS,
     FORMS,
     HEADS,
+    LAGS,
+    MODEL_AND_LOOKUP,
     OF_FAMILIES,
     PROMPTS,
     SAMPLING_PARAMETERS,
@@ -36,9 +41,10 @@ from tests.invisible_matrix import (
     Workload,
 )
 from tests.page_checks import check_table
-from tests.pairs import Pairs
+from tests.pairs import LOOKUP_LENGTH, Pairs
 
 RunCell = Callable[[Cell], list[Run]]
+CHAINED_NAMES = (*MODEL_AND_LOOKUP, "gemma4/assistant+ngram", f"{BLOCKS[0]}+ngram")
 
 
 def run_workload(engine: Engine, workload: Workload) -> list[Run]:
@@ -122,6 +128,33 @@ def assert_that_both_drafted(accepting_rounds: list[RoundRecord]) -> None:
     by_model = len(accepting_rounds) - by_lookup
     assert by_lookup > 1, "lookup had no draft accepted"
     assert by_model > 1, "the model had no draft accepted"
+
+
+@pytest.mark.covers(count=3)
+@pytest.mark.parametrize("form", ["float32", "torch"])
+@pytest.mark.parametrize("name", CHAINED_NAMES)
+def test_lookup_behind_a_model_decides_the_same_at_every_lag(
+    pairs: Pairs, run_cell: RunCell, name: str, form: str
+) -> None:
+    """Two drafts of a model and lookup behind them in every round: text, drafts and acceptances."""
+    decisions = []
+    for lag in LAGS:
+        engine = pairs.get(name).make_engine(
+            LOOKUP_LENGTH, lag=lag, adaptive=True, slots=4, **FORMS[form]
+        )
+        engine.draft_length.choose = lambda: LOOKUP_LENGTH  # type: ignore[method-assign]
+        engine.draft_length.chained = 2
+        runs = run_workload(engine, WORKLOADS["repeating"])
+        assert_same_runs(runs, run_cell(Cell("repeating", name, k=0, form=form)))
+        decisions.append(round_decisions(runs))
+    assert decisions[0] == decisions[1] == decisions[2]
+    rounds = [entry for run in decisions[0] for entry in run]
+    continued = [accepted for drafts, match, accepted in rounds if match < 0 and len(drafts) > 2]
+    assert continued, "lookup continued nothing"
+    if (
+        name.partition("+")[0] not in BLOCKS
+    ):  # whose drafts are random, so none before it is accepted
+        assert any(accepted > 2 for accepted in continued), "lookup had no draft accepted"
 
 
 @pytest.mark.covers(count=6)
@@ -214,18 +247,17 @@ def test_an_adversarial_drafter_changes_nothing(pairs: Pairs, run_cell: RunCell,
     """Drafts of random tokens, of ids outside of the vocabulary and of random number change no text."""
     engine = pairs.get("ngram").make_engine(4, lag=1)
     queue = get_local_queue(engine)
-    state = queue.state
     source = random.Random(0)
     vocab_size = engine.plan.model.config.vocab_size
     out_of_range = [-1, -(2**40), vocab_size + 5, 3, 2**40]
     token_choices = out_of_range if kind == "out of range" else list(range(VOCAB))
 
-    def draft_at_random(k: int, window: object, views: object, needs: object) -> None:
+    def draft_at_random(state: RoundState, k: int, model_drafts: int, views: object) -> None:
         rows = [[source.choice(token_choices) for _ in range(k)] for _ in range(state.slots)]
         state.draft[:, :k] = torch.tensor(rows)
         state.num_drafts.fill_(source.randrange(k + 1) if kind == "random length" else k)
 
-    queue.proposer.draft = draft_at_random  # type: ignore[method-assign]
+    queue.round.lookup = SimpleNamespace(draft=draft_at_random, may_draft_more=False)
     runs = run_workload(engine, WORKLOADS["temperatures"])
     assert_same_runs(runs, run_cell(Cell("temperatures", "ngram", k=0)))
 

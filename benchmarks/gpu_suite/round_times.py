@@ -93,8 +93,9 @@ class Recorder:
             needs: SamplingSteps,
             num_logprobs: int | None,
             next_k: int,
+            chained: int = 0,
         ) -> LocalPendingRound:
-            ticket = launch(k, views, needs, num_logprobs, next_k)
+            ticket = launch(k, views, needs, num_logprobs, next_k, chained)
             return ticket._replace(fetch=recorder._recording_fetch(ticket))
 
         vars(queue)["launch"] = recorded_launch  # is found before the method of the class

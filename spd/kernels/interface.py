@@ -464,6 +464,7 @@ class Kernels(Protocol):
         ngram_max: int,
         bound: int,
         keep_drafts: bool = False,
+        behind: int = 0,
     ) -> None:
         """Draft k >= 0 tokens that followed the longest earlier match of the suffix, the latest of
         equals.
@@ -472,8 +473,11 @@ class Kernels(Protocol):
         >= 1 to ngram_max tokens long. Written in place: draft[:, :k]; num_drafts, k or 0; match,
         the match's length. Inactive slots get 0 drafts and keep their match. bound >= every active
         slot's length; only the torch form reads it. keep_drafts: `draft` already holds drafts,
-        which stay in inactive slots and where nothing matches. Source: Saxena 2023 (prompt lookup
-        decoding).
+        which stay in inactive slots and where nothing matches. behind > 0: active slots whose match
+        is 0 and that have so many drafts continue them: the suffix is that of the text and these
+        drafts, which are copied to tokens from column length on; draft[behind:k] are written where
+        it matches, num_drafts k and match -behind. All others stay as they are. Source: Saxena 2023
+        (prompt lookup decoding).
         """
         ...
 

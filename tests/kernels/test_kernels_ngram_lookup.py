@@ -158,3 +158,65 @@ def test_a_long_row_walks_all_its_blocks(device: str) -> None:
             op=op, device=device, texts=[text, [1, 1]], k=4, sizes=(3, 8), width=width
         )
         assert drafts == text[end + 1 : end + 5] and count == 4 and other[1] == 0
+
+
+def look_up_behind(
+    op: Any,
+    device: str,
+    texts: Sequence[Sequence[int] | None],
+    drafts: Sequence[Sequence[int]],
+    k: int,
+) -> list[Found]:
+    """Return a batch's drafts after a search behind the first of them; None is an inactive slot."""
+    behind = len(drafts[0])
+    count = len(texts)
+    tokens = torch.full((count, WIDTH), 1)
+    length = torch.full((count,), WIDTH - WIDE)
+    active = torch.tensor([text is not None for text in texts])
+    draft = torch.full((count, WIDE), THERE)
+    for s, text in enumerate(texts):
+        draft[s, :behind] = torch.tensor(drafts[s])
+        if text is not None:
+            tokens[s, : len(text)] = torch.tensor(text)
+            length[s] = len(text)
+    # The slot before the last has a match already, the last one fewer drafts.
+    num_drafts = torch.full((count,), behind)
+    num_drafts[-1] = behind - 1
+    match = torch.zeros(count, dtype=torch.long)
+    match[-2] = 6
+    state = [t.to(device) for t in (tokens, length, active, draft, num_drafts, match)]
+    slots = round_state(**dict(zip(NAMES, state, strict=True)))
+    bound = max(len(text) for text in texts if text is not None)
+    op.ngram_lookup(slots, k, 2, 8, bound, True, behind)
+    for s, text in enumerate(texts):
+        assert text is None or state[0][s, : len(text)].tolist() == text, "the text stays"
+    rows = zip(*(tensor.tolist() for tensor in state[3:]), strict=True)
+    return [(row[:k], number, size) for row, number, size in rows]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lookup_continues_the_drafts_of_a_model(op: Any, device: str, seed: int) -> None:
+    """The suffix is that of text and drafts; a slot with a match or fewer drafts stays as it is."""
+    rng = random.Random(seed)
+    texts = [None if rng.random() < 0.2 else random_text(rng) for _ in range(8)]
+    texts[-2:] = [[1, 2, 3, 1, 2], [1, 2, 3, 1, 2]]
+    behind = rng.randint(1, 4)
+    drafts = [[rng.randrange(3) for _ in range(behind)] for _ in texts]
+    continued = 0
+    for k in (behind, WIDE):
+        results = look_up_behind(op, device, texts, drafts, k)
+        for s, (text, model_drafts, result) in enumerate(zip(texts, drafts, results, strict=True)):
+            tokens_behind = None
+            if text is not None and s < len(texts) - 2:
+                size = match_length([*text, *model_drafts], 8)
+                tokens_behind = (
+                    search([*text, *model_drafts], k - behind, 2, 8) if size >= 2 else None
+                )
+            expected_row = model_drafts + (
+                tokens_behind if tokens_behind is not None else [THERE] * (k - behind)
+            )
+            number = behind - (s == len(texts) - 1) if tokens_behind is None else k
+            size = -behind if tokens_behind is not None else 6 * (s == len(texts) - 2)
+            assert result == (expected_row, number, size)
+            continued += tokens_behind is not None
+    assert continued

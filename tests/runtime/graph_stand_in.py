@@ -126,9 +126,10 @@ class RoundOfNow(Round):
         needs: Any,
         num_logprobs: int | None,
         next_k: int,
+        chained: int = 0,
     ) -> Any:
         current_views = self.stand_in.views[: len(views)]
-        return super().run(k, current_views, needs, num_logprobs, next_k)
+        return super().run(k, current_views, needs, num_logprobs, next_k, chained)
 
 
 class StandIn(CapturedRounds):
@@ -155,8 +156,7 @@ class StandIn(CapturedRounds):
         ):  # a graph never looks at the views, so it may keep those of its capture
             self.round.__class__ = RoundOfNow
             self.round.stand_in = self  # type: ignore[attr-defined]
-            proposer = getattr(self.round.proposer, "model", self.round.proposer)  # beside lookup
-            drafters = getattr(proposer, "runners", [getattr(proposer, "runner", None)])
+            drafters = getattr(self.round.proposer, "runners", [])
             for runner in filter(None, (self.round.runner, *drafters)):
                 runner._occupied_slots = lambda views: None  # nor leaves a slot out
 

@@ -82,18 +82,18 @@ class HostWatch:
 
         @functools.wraps(original)
         def run(
-            self: Round, k: int, views: Any, needs: Any, num_logprobs: int | None, next_k: int
+            self: Round, k: int, views: Any, needs: Any, num_logprobs: int | None, *drafts: int
         ) -> Any:
             if self.kernels.name not in watch.forms:
-                return original(self, k, views, needs, num_logprobs, next_k)
+                return original(self, k, views, needs, num_logprobs, *drafts)
             watch.rounds += 1
-            program = (self, k, needs, num_logprobs, next_k)
+            program = (self, k, needs, num_logprobs, *drafts)
             watch._programs[program] += 1
             watch.running = True
             try:
                 # Operations are looked at in two rounds of each program: that takes a tenth of their time.
                 with _Operations(watch) if watch._programs[program] <= 2 else nullcontext():
-                    return original(self, k, views, needs, num_logprobs, next_k)
+                    return original(self, k, views, needs, num_logprobs, *drafts)
             finally:
                 watch.running = False
 

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spd.kernels.dispatch import load_kernels
-from spd.runtime.proposers.base import Lookup
-from spd.runtime.proposers.ngram import NgramProposer
+from spd.runtime.proposers.ngram import NgramLookup
 from spd.runtime.round.rows import EMPTY_SLOT, SlotView
-from spd.runtime.round.sampling_params import SamplingSteps
 from spd.runtime.round.state import RoundState
 from tests.prompt_lookup import search
-from tests.runtime.rule_distribution import NO_WINDOW
 
 MAX_LEN = 40
 MAX_DRAFT = 8
@@ -41,8 +38,7 @@ def propose(
         state.set_active(slot, text is not None)
         views.append(EMPTY_SLOT if text is None else SlotView(min(len(row) + slack, MAX_LEN), ()))
     state.num_drafts.fill_(3)
-    lookup = Lookup(load_kernels("torch"), shortest, longest)
-    NgramProposer(state, lookup).draft(k, NO_WINDOW, views, SamplingSteps())
+    NgramLookup(load_kernels("torch"), shortest, longest).draft(state, k, 0, views)
     assert (state.draft[:, k:] == -7).all()
     counts = state.num_drafts.tolist()
     assert all(0 <= count <= k for count in counts)

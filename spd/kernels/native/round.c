@@ -116,11 +116,13 @@ void spd_round_commit(const Round *r, const int64_t *draft, const int64_t *num_d
 }
 
 /* Ends are walked from the last one on, so that the first of equals is the latest. */
-void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long over)
+void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long over, long behind)
 {
     for (long s = 0; s < r->slots; s++) {
-        const int64_t *row = r->tokens + s * r->token_stride;
-        long last = r->length[s] - 1, best = 0, found = 0;
+        int64_t *row = r->tokens + s * r->token_stride, *out = r->draft + s * r->draft_stride;
+        long last = r->length[s] - 1 + behind, best = 0, found = 0;
+        if (behind && (!r->active[s] || r->match[s] || r->num_drafts[s] != behind)) continue;
+        for (long i = 0; i < behind; i++) row[r->length[s] + i] = out[i];
         for (long end = r->active[s] ? last - 1 : -1; end >= 0 && best < ngram_max; end--) {
             if (end < best || row[end - best] != row[last - best]) continue; /* no longer than the best */
             long size = 0;
@@ -128,10 +130,9 @@ void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long ove
             if (size > best) best = size, found = end;
         }
         if (best < ngram_min) best = 0;
-        if (r->active[s]) r->match[s] = best;
-        if (over && !best) continue;
+        if (r->active[s]) r->match[s] = best && behind ? -behind : best;
+        if ((over || behind) && !best) continue;
         r->num_drafts[s] = best ? k : 0;
-        int64_t *out = r->draft + s * r->draft_stride;
-        for (long i = 0; i < k; i++) out[i] = best ? row[found + 1 + i % (last - found)] : 0;
+        for (long i = 0; i < k - behind; i++) out[behind + i] = best ? row[found + 1 + i % (last - found)] : 0;
     }
 }

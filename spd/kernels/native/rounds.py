@@ -83,6 +83,7 @@ class NativeRounds(NativeProducts):
         ngram_max: int,
         bound: int,
         keep_drafts: bool = False,
+        behind: int = 0,
     ) -> None:
         """Compute `Kernels.ngram_lookup` by C; bound is not used."""
-        self.call("lookup", round_structure(state), k, ngram_min, ngram_max, keep_drafts)
+        self.call("lookup", round_structure(state), k, ngram_min, ngram_max, keep_drafts, behind)

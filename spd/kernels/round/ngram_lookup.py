@@ -14,15 +14,20 @@ def ngram_lookup(
     ngram_max: int,
     bound: int,
     keep_drafts: bool = False,
+    behind: int = 0,
 ) -> None:
     """Compute `Kernels.ngram_lookup` by torch."""
     active = state.active
     draft = state.draft
     num_drafts = state.num_drafts
-    tokens = state.tokens[:, : max(1, bound)]
+    if behind:
+        active = active & (state.match == 0) & (num_drafts == behind)
+        columns = state.length.unsqueeze(-1) + torch.arange(behind, device=draft.device)
+        state.tokens.scatter_(1, columns, draft[:, :behind])
+    tokens = state.tokens[:, : max(1, bound) + behind]
     width = tokens.shape[1]
     ends = torch.arange(width, device=tokens.device)
-    last = (state.length - 1).unsqueeze(-1)
+    last = (state.length - 1 + behind).unsqueeze(-1)
     matching = (ends < last) & active.unsqueeze(-1)
     suffix = torch.zeros_like(tokens)
     for back in range(min(ngram_max, width)):
@@ -36,12 +41,14 @@ def ngram_lookup(
     best = (suffix * (width + 1) + ends).argmax(dim=-1, keepdim=True)
     matched = suffix.gather(1, best).squeeze(-1)
     matched = torch.where(matched >= ngram_min, matched, 0)
-    is_replaced = (matched > 0) & active if keep_drafts else torch.ones_like(active)
+    is_kept = keep_drafts or behind > 0
+    is_replaced = (matched > 0) & active if is_kept else torch.ones_like(active)
     has_match = (matched > 0).unsqueeze(-1)
-    rows = torch.arange(k, device=tokens.device)
+    rows = torch.arange(k - behind, device=tokens.device)
     period = torch.where(has_match, last - best, 1)
     follow = tokens.gather(1, (best + 1 + rows % period).clamp(max=width - 1))
     drafts = torch.where(has_match, follow, 0)
-    draft[:, :k] = torch.where(is_replaced.unsqueeze(-1), drafts, draft[:, :k])
+    draft[:, behind:k] = torch.where(is_replaced.unsqueeze(-1), drafts, draft[:, behind:k])
     num_drafts.copy_(torch.where(is_replaced, k * (matched > 0), num_drafts))
-    state.match.copy_(torch.where(active, matched, state.match))
+    match = -behind * (matched > 0) if behind else matched
+    state.match.copy_(torch.where(active, match, state.match))

@@ -50,29 +50,38 @@ def suffix_lengths(row, ends, last, ngram_max):
 
 @triton.jit
 def write_draft(
-    row, best, last, is_active, ngram_min, k, draft, num_drafts, match, DRAFTS, KEEP_DRAFTS
+    row, best, last, is_active, ngram_min, k, behind, draft, num_drafts, match, DRAFTS, KEEP_DRAFTS
 ):
     """Write the tokens after the best match, repeated periodically beyond the last token, and its
-    length."""
+    length, or how many drafts they continue."""
     end = best & 0xFFFFFFFF
     has_match = (best >> 32) >= ngram_min
     is_replaced = (has_match & is_active) | (KEEP_DRAFTS == 0)
     count = tl.where(has_match, k, 0)
-    lane = tl.arange(0, DRAFTS)
+    lane = behind + tl.arange(0, DRAFTS)
     period = tl.where(has_match, last - end, 1)
-    ids = tl.load(row + end + 1 + lane % period, mask=lane < count, other=0)
+    ids = tl.load(row + end + 1 + (lane - behind) % period, mask=lane < count, other=0)
     tl.store(draft + lane, ids, mask=lane < tl.where(is_replaced, k, 0))
     tl.store(num_drafts, tl.where(is_replaced, count, tl.load(num_drafts)))
-    tl.store(match, tl.where(is_active, tl.where(has_match, best >> 32, 0), tl.load(match)))
+    size = tl.where(behind > 0, -behind, best >> 32)
+    tl.store(match, tl.where(is_active, tl.where(has_match, size, 0), tl.load(match)))
 
 
-_NOT_SPECIALIZED = ("tokens_stride", "draft_stride", "k", "ngram_min", "ngram_max")
+@triton.jit
+def takes_part(active, num_drafts, match, behind):
+    """True for an active slot; with drafts to continue, only where it has so many and no match."""
+    can_continue = (tl.load(match) == 0) & (tl.load(num_drafts) == behind)
+    return (tl.load(active) != 0) & ((behind == 0) | can_continue)
+
+
+_NOT_SPECIALIZED = ("tokens_stride", "draft_stride", "k", "behind", "ngram_min", "ngram_max")
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def walk_kernel(
-    tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
-    ngram_max, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr, KEEP_DRAFTS: tl.constexpr,
+    tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, behind,
+    ngram_min, ngram_max, BLOCK: tl.constexpr, PARTS: tl.constexpr, DRAFTS: tl.constexpr,
+    KEEP_DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Find the best match in blocks part, part + PARTS, ... of one slot.
 
@@ -81,9 +90,9 @@ def walk_kernel(
     s = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     row = tokens + s * tokens_stride
-    # An inactive slot is treated as one without tokens before its last.
-    is_active = tl.load(active + s) != 0
-    last = tl.where(is_active, tl.load(length + s) - 1, 0)
+    # A slot that takes no part is treated as one without tokens before its last.
+    is_active = takes_part(active + s, num_drafts + s, match + s, behind)
+    last = tl.where(is_active, tl.load(length + s) - 1 + behind, 0)
     best = tl.zeros((BLOCK,), dtype=tl.int64)
     start = (part * BLOCK).to(tl.int64)
     while start < last:
@@ -100,6 +109,7 @@ def walk_kernel(
             is_active,
             ngram_min,
             k,
+            behind,
             place,
             num_drafts + s,
             match + s,
@@ -112,15 +122,15 @@ def walk_kernel(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED[:-1])
 def pick_kernel(
-    tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, ngram_min,
-    PARTS: tl.constexpr, DRAFTS: tl.constexpr, KEEP_DRAFTS: tl.constexpr,
+    tokens, length, active, matches, draft, num_drafts, match, tokens_stride, draft_stride, k, behind,
+    ngram_min, PARTS: tl.constexpr, DRAFTS: tl.constexpr, KEEP_DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Write the draft of the best of one slot's matches."""
     s = tl.program_id(0).to(tl.int64)
     best = tl.max(tl.load(matches + s * PARTS + tl.arange(0, PARTS)))
-    last = tl.load(length + s) - 1
+    last = tl.load(length + s) - 1 + behind
     row = tokens + s * tokens_stride
-    is_active = tl.load(active + s) != 0
+    is_active = takes_part(active + s, num_drafts + s, match + s, behind)
     place = draft + s * draft_stride
     write_draft(
         row,
@@ -129,6 +139,7 @@ def pick_kernel(
         is_active,
         ngram_min,
         k,
+        behind,
         place,
         num_drafts + s,
         match + s,
@@ -144,10 +155,14 @@ def ngram_lookup(
     ngram_max: int,
     bound: int,
     keep_drafts: bool = False,
+    behind: int = 0,
 ) -> None:
     """Launch `Kernels.ngram_lookup`; bound is not used."""
     tokens = state.tokens
     num_drafts = state.num_drafts
+    if behind:
+        columns = state.length.unsqueeze(-1) + torch.arange(behind, device=tokens.device)
+        tokens.scatter_(1, columns, state.draft[:, :behind])
     slots, width = tokens.shape
     parts = 1 if width <= ONE_PROGRAM else PARTS
     matches = (
@@ -166,9 +181,14 @@ def ngram_lookup(
         tokens.stride(0),
         state.draft.stride(0),
         k,
+        behind,
         ngram_min,
     )
-    constants = {"PARTS": parts, "DRAFTS": power_of_two(k), "KEEP_DRAFTS": keep_drafts}
+    constants = {
+        "PARTS": parts,
+        "DRAFTS": power_of_two(k),
+        "KEEP_DRAFTS": keep_drafts or behind > 0,
+    }
     walk_kernel[(slots, parts)](*arguments, ngram_max, BLOCK=BLOCK, **constants, num_warps=4)
     if parts > 1:
         pick_kernel[(slots,)](*arguments, **constants, num_warps=1)

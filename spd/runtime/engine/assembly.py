@@ -24,7 +24,7 @@ from spd.runtime.models.mtp_weights import count_module_bytes, module_parts
 from spd.runtime.models.weights import WIDE, HeadPart
 from spd.runtime.plan.memory import pages_per_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
-from spd.runtime.proposers import build_proposer
+from spd.runtime.proposers import build_lookup, build_proposer
 from spd.runtime.ranks.communicator import Ranks
 from spd.runtime.round.cpu_load import AdaptiveThreads, thread_counts
 from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
@@ -250,7 +250,7 @@ def _build_round(
     )
     sampler = Sampler(state, plan.model.config.vocab_size, usable_vocab, kernels)
     proposer = build_proposer(plan, sampler, drafters)
-    if plan.config.verify != "coupled" and proposer is not None and proposer.samples_drafts:
+    if plan.config.verify != "coupled" and proposer is not None:
         sampler.allocate_draft_distributions()
     imposed = None
     if plan.config.synthetic_acceptance is not None:
@@ -263,6 +263,7 @@ def _build_round(
         kernels=kernels,
         imposed=imposed,
         verify=plan.config.verify,
+        lookup=build_lookup(plan, sampler),
     )
 
 

@@ -9,8 +9,8 @@ to 7 requests and so on. The round runs the k with the most tokens per second.
 Only a k that is run is measured. The first rounds run the largest k. While drafting pays, 0 and the
 neighbours of the best k are timed now and then. While it does not, a few drafts are tried, ever
 more rarely. k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to
-catch up. Where prompt lookup next to a draft model finds that text is copied, it may draft alone,
-with a longer k than the model. The choice does not change the text. No torch.
+catch up. Next to a model prompt lookup may draft more than the model: alone where text is copied,
+or behind the model's drafts. The choice does not change the text. No torch.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ PROBE_OUTCOMES = 8
 """Outcomes of requests that a probe observes, at least."""
 PROBE_MEMORY = 16.0
 """Drafts that earlier evidence counts for at a probe, at most, so that a probe can overrule it."""
-PRIOR_LOOKUP_RATE = 0.6
-"""Share of prompt lookup's drafts that is assumed to be accepted at first."""
-PRIOR_LOOKUP_ROUNDS = 4.0
-"""Rounds that this assumption counts for."""
+PRIOR_LOOKUP_RATE = 0.85
+"""The probability that is assumed at first of lookup's first draft."""
+PRIOR_LOOKUP_DRAFTS = 12.0
+"""Drafts that this assumption counts for."""
+PRIOR_CHAINED_SHARE = 0.05
+"""Share of a model's drafts that is assumed at first to end in text that lookup continues."""
 
 
 def next_draft_probability(rate: float, accepted: int) -> float:
@@ -100,7 +102,7 @@ class Acceptance:
     accepted: float = 0.0
     tried: float = 0.0
     has_lookup_match: bool = False
-    """True if prompt lookup next to a model has a match, whose drafts, if any, were all accepted."""
+    """True if prompt lookup next to a model has a match, and the drafts, if any, were all accepted."""
 
     def rate(self, prior: float) -> float:
         """Return the first draft's probability.
@@ -144,18 +146,18 @@ class RoundTimes:
     """Rounds without drafts until the next probe."""
     probe_gap: int = PROBE_INTERVAL
 
-    def costs(self, ks: Iterable[int], *, model: bool = True) -> dict[int, float]:
+    def costs(self, ks: Iterable[int], rows: int = 0) -> dict[int, float]:
         """Return the seconds of a round at each k. Before anything is timed the unit is
         verifications.
 
-        model: whether a model makes the drafts.
+        rows: the drafts that are verified, where lookup continues those of a model; 0: k.
         """
         overhead = max(min(self.gaps), 1e-9)  # a clock may return zero
         verify = medians(self.verify) or {0: 1.0}
         draft = {0: 0.0, **medians(self.draft)}
         forwards = {k: min(k, 1) if self.drafts_at_once else k for k in ks}
         return {
-            k: overhead + _interpolate(k, verify) + _interpolate(count if model else 0, draft)
+            k: overhead + _interpolate(rows or k, verify) + _interpolate(count, draft)
             for k, count in forwards.items()
         }
 
@@ -173,14 +175,25 @@ class DraftLength:
     tiers: tuple[int, ...] = ()
     """The values of k to choose from; empty: all from 0 to `maximum`."""
     lookup_k: int = 0
-    """The k of rounds that prompt lookup drafts alone where it has a match, above `maximum`.
+    """The k of rounds in which prompt lookup may draft more than the model, above `maximum`.
 
     0: never.
     """
     drafts_at_once: bool = False
     """True if one draft forward makes all drafts of a round."""
-    lookup_acceptance: tuple[float, float] = field(init=False)
-    """Accepted drafts of a request in such rounds, and the number of these rounds; both decay."""
+    chained: int = 0
+    """Drafts of a model that lookup continues in the round that was chosen last.
+
+    0: one of them drafts.
+    """
+    lookup: Acceptance = field(
+        default_factory=lambda: Acceptance(
+            PRIOR_LOOKUP_RATE * PRIOR_LOOKUP_DRAFTS, PRIOR_LOOKUP_DRAFTS
+        )
+    )
+    """The acceptance of lookup's drafts next to a model."""
+    chained_share: float = PRIOR_CHAINED_SHARE
+    """Share of the model's drafts that were all accepted and that lookup did or could continue."""
     overall: Acceptance = field(default_factory=lambda: Acceptance(7.0, 10.0))
     """The acceptance of all requests as if of one; decays from round to round."""
     requests: Sequence[tuple[Acceptance, int]] = ()
@@ -192,8 +205,6 @@ class DraftLength:
 
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
-        accepted = PRIOR_LOOKUP_ROUNDS * PRIOR_LOOKUP_RATE * self.lookup_k
-        self.lookup_acceptance = (accepted, PRIOR_LOOKUP_ROUNDS)
         self.times.drafts_at_once = self.drafts_at_once
 
     def set_requests(self, requests: Sequence[tuple[Acceptance, int]]) -> None:
@@ -207,10 +218,9 @@ class DraftLength:
         cap = max((cap for _, cap in self.requests), default=self.maximum)
         maximum = min((k for k in self.tiers if k >= cap), default=self.maximum)
         times = self.times
+        self.chained = 0
         if not self.adaptive or maximum == 0:
-            return maximum or (
-                self._choose_lookup_k(1.0 / times.costs([0])[0]) if self.lookup_k else 0
-            )
+            return maximum
         if not times.has_started:
             is_first_load = not any(load.verify for load in self.times_by_load.values())
             times.has_started = True
@@ -225,7 +235,7 @@ class DraftLength:
                 best = max(list(speeds)[1:], key=speeds.__getitem__)
             self._schedule_trials(best, list(speeds))
             if not times.trials:
-                return self._choose_lookup_k(speeds[best]) or best
+                return self._choose_lookup(speeds[best]) or best if self.lookup_k else best
         return min(times.trials.popleft(), maximum)
 
     def _tokens_per_second(self, maximum: int) -> dict[int, float]:
@@ -256,20 +266,32 @@ class DraftLength:
             drafting_requests = sum(cap > 0 for _, cap in self.requests) or 1
             times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // drafting_requests))
 
-    def _choose_lookup_k(self, speed: float) -> int:
-        """Return `lookup_k` where a round of lookup alone exceeds `speed` tokens per second.
+    def _choose_lookup(self, speed: float) -> int:
+        """Return `lookup_k` where lookup, alone or behind a model, exceeds `speed`; else 0.
 
-        Else 0.
+        Sets `chained`. speed: tokens per second. A request with a match is assumed to be in copied
+        text, where lookup drafts alone; of others the model's drafts are continued.
         """
-        matching_requests = sum(
-            acceptance.has_lookup_match and cap > self.maximum for acceptance, cap in self.requests
-        )
-        if not self.lookup_k or not matching_requests:
+        requests = [(acceptance, cap) for acceptance, cap in self.requests if cap > self.maximum]
+        if not requests:
             return 0
-        accepted, rounds = self.lookup_acceptance
-        tokens = 1.0 + matching_requests * accepted / rounds / len(self.requests)
-        cost = self.times.costs([self.lookup_k], model=False)[self.lookup_k]
-        return self.lookup_k if tokens / cost > speed else 0
+        rates = [acceptance.rate(self.rate) for acceptance, _ in requests]
+        model_tokens = expected_tokens(rates, [cap for _, cap in requests], self.maximum)
+        lookup_rate = self.lookup.accepted / self.lookup.tried
+        lookup_tokens = expected_tokens([lookup_rate], [self.lookup_k], self.lookup_k)
+        chosen = 0
+        matching = sum(acceptance.has_lookup_match for acceptance, _ in requests) / len(requests)
+        for model_k, cost in self.times.costs(self.tiers, self.lookup_k).items():
+            if not model_k and not matching:
+                continue
+            gain = lookup_tokens[self.lookup_k - model_k] - 1.0 if model_k else 0.0
+            tokens = model_tokens[model_k] + self.chained_share * gain
+            tokens += matching * (lookup_tokens[self.lookup_k] - tokens)
+            if tokens / cost > speed:
+                speed = tokens / cost
+                chosen = self.lookup_k
+                self.chained = model_k
+        return chosen
 
     def break_even(self, k: int) -> float:
         """Return the tokens a round from which k drafts pay, by the times of such a load."""
@@ -321,21 +343,47 @@ class DraftLength:
 
         drafted: the drafts that the slot had, of the k that there was room for. acceptance: that of
         the slot's request. match: tokens of prompt lookup's match, at k = 0 too; 0 where there was
-        none or a model drafted.
+        none; below 0 how many of the drafts a model made before those of lookup, if any.
         """
         if self.lookup_k and acceptance is not None:
-            # A slot with a match but no drafts took no part in a round of lookup alone.
-            if acceptance.has_lookup_match and k > self.maximum and (drafted or not match):
-                accepted_before, rounds = self.lookup_acceptance
-                self.lookup_acceptance = (DECAY * accepted_before + accepted, DECAY * rounds + 1)
-            acceptance.has_lookup_match = match > 0 and accepted == drafted
+            self._observe_lookup(k, drafted, accepted, acceptance, match)
+            if match > 0 or (k > self.maximum and not drafted):
+                return
+            if match < 0:
+                drafted = min(drafted, -match)
+                accepted = min(accepted, -match)
+            k = min(k, self.maximum)
         if not 0 < k <= self.maximum:
             return
-        tried = accepted + (accepted < drafted or not drafted)
-        correlated = correlated_acceptance(tried)
-        self.overall.add(accepted - correlated, tried - correlated)
+        tried, accepted_alone = uncorrelated(drafted, accepted)
+        self.overall.add(accepted_alone, tried)
         if acceptance is not None:
-            acceptance.add(accepted - correlated, tried - correlated, DECAY)
+            acceptance.add(accepted_alone, tried, DECAY)
+
+    def _observe_lookup(
+        self, k: int, drafted: int, accepted: int, acceptance: Acceptance, match: int
+    ) -> None:
+        """Record what lookup drafted next to a model, or could have; as `observe`."""
+        by_model = max(-match, 0)
+        if match and drafted > by_model and accepted >= by_model:
+            tried, accepted_alone = uncorrelated(drafted - by_model, accepted - by_model)
+            self.lookup.add(accepted_alone, tried, DECAY)
+        elif acceptance.has_lookup_match and k > self.maximum and not match:
+            self.lookup.add(0.0, 1.0, DECAY)
+        if match <= 0 and drafted:
+            is_continued = match < 0 and accepted >= by_model
+            self.chained_share += (1.0 - DECAY) * (is_continued - self.chained_share)
+        acceptance.has_lookup_match = match != 0 and accepted == drafted
+
+
+def uncorrelated(drafted: int, accepted: int) -> tuple[float, float]:
+    """Return the tried and accepted drafts of a slot, without their `correlated_acceptance`.
+
+    A slot without drafts counts as one that was tried.
+    """
+    tried = accepted + (accepted < drafted or not drafted)
+    correlated = correlated_acceptance(tried)
+    return tried - correlated, accepted - correlated
 
 
 def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:

@@ -379,7 +379,10 @@ class Engine(EngineClient):
         for sequence, end in zip(batch, ends, strict=True):
             views[sequence.slot] = SlotView(end, sequence.pages)
             sequence.in_flight += k + 1
-        pending = self.round_queue.launch(k, views, self._needs, self._num_logprobs, next_k)
+        chained = self.draft_length.chained
+        pending = self.round_queue.launch(
+            k, views, self._needs, self._num_logprobs, next_k, chained
+        )
         self.scheduler.in_flight.append(EnqueuedRound(pending, batch, []))
         for sequence in batch:
             if sequence.needs.grammar:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from spd.runtime.plan.config import split_spec
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers.assistant import AssistantProposer
-from spd.runtime.proposers.base import ArbitratedLookup, Lookup, ModelProposer
+from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
-from spd.runtime.proposers.ngram import NgramProposer
+from spd.runtime.proposers.ngram import NgramLookup
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.proposer import Proposer
+from spd.runtime.round.proposer import Lookup, Proposer
 from spd.runtime.round.sampler import Sampler
 
 MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {
@@ -29,17 +29,23 @@ MODEL_PROPOSERS: dict[str, type[ModelProposer]] = {
 def build_proposer(
     plan: EnginePlan, sampler: Sampler, runners: Sequence[ModelRunner]
 ) -> Proposer | None:
-    """Return the plan's proposer, with the models that draft; None without speculation."""
-    method, arbitrated = split_spec(plan.spec)
-    shape = plan.shape
-    if method == "off":
+    """Return the proposer of the plan's drafting models; None where no model drafts."""
+    method, has_lookup = split_spec(plan.spec)
+    if method not in MODEL_PROPOSERS:
         return None
-    lookup = Lookup(sampler.kernels, plan.ngram_min, plan.config.ngram_max)
-    if method == "ngram":
-        return NgramProposer(sampler.state, lookup)
-    arbitrated_lookup = None
-    if arbitrated:
-        arbitrated_lookup = ArbitratedLookup(
-            lookup, shape.model_drafts, tracks_matches=plan.copy_draft_max > 0
-        )
-    return MODEL_PROPOSERS[method](sampler, runners, shape.draft_ctx, arbitrated_lookup)
+    limit = plan.shape.draft_ctx
+    return MODEL_PROPOSERS[method](sampler, runners, limit, has_lookup=has_lookup)
+
+
+def build_lookup(plan: EnginePlan, sampler: Sampler) -> Lookup | None:
+    """Return the plan's prompt lookup, alone or beside a model; None without."""
+    method, beside_model = split_spec(plan.spec)
+    if method != "ngram" and not beside_model:
+        return None
+    return NgramLookup(
+        kernels=sampler.kernels,
+        shortest=plan.ngram_min,
+        longest=plan.config.ngram_max,
+        max_model_drafts=plan.shape.model_drafts if beside_model else 0,
+        may_draft_more=plan.copy_draft_max > 0,
+    )

@@ -32,9 +32,10 @@ class AssistantProposer(ModelProposer):
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Do nothing: an assistant has no cache."""
 
-    def _draft(
+    def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
+        """Propose k tokens a slot by k passes."""
         runner = self.runners[0]
         rows = self._window(1, 0, window.valid[:, 0].contiguous())
         read = (rows.positions - 1).clamp(min=0)  # the cache has no entries of drafts

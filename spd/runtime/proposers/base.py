@@ -1,4 +1,4 @@
-"""The common parts of proposers: prompt lookup, and the drafting loop of models and heads.
+"""The common parts of proposers: the drafting loop of models and heads.
 
 Proposers know the round's state and their own models, but not each other, the engine or the
 scheduler.
@@ -7,56 +7,16 @@ scheduler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spd.kernels.interface import Kernels
 from spd.kernels.round.window import Paging, RoundWindow, Rows
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Proposer
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingSteps
-from spd.runtime.round.state import RoundState
-
-
-class Lookup(NamedTuple):
-    """Prompt lookup for matches of the last tokens, from `shortest` to `longest` of them."""
-
-    kernels: Kernels
-    shortest: int
-    longest: int
-
-    def draft(self, state: RoundState, k: int, views: Sequence[SlotView], *, over: bool) -> None:
-        """Draft up to k tokens a slot.
-
-        With `over`, leave other drafts as they are without a match.
-        """
-        bound = min(max((view.bound for view in views), default=0), state.max_len)
-        self.kernels.ngram_lookup(
-            state=state,
-            k=k,
-            ngram_min=self.shortest,
-            ngram_max=self.longest,
-            bound=bound,
-            keep_drafts=over,
-        )
-
-
-class ArbitratedLookup(NamedTuple):
-    """Prompt lookup that replaces a model's drafts where its match is long, slot by slot.
-
-    In a run of copied text the model only costs time. There the host requests more drafts than
-    `max_model_drafts`: lookup makes them alone, and the model's cache catches up once it drafts
-    again.
-    """
-
-    lookup: Lookup
-    max_model_drafts: int
-    tracks_matches: bool
-    """True if lookup may draft alone, for which matches are needed in rounds without drafts too."""
 
 
 class ModelProposer(Proposer):
@@ -69,7 +29,6 @@ class ModelProposer(Proposer):
     forward that drafts the next token.
     """
 
-    samples_drafts = True
     slot_attributes: tuple[str, ...] = ("state", "sampler")
 
     def __init__(
@@ -77,21 +36,20 @@ class ModelProposer(Proposer):
         sampler: Sampler,
         runners: Sequence[ModelRunner],
         limit: int,
-        arbitrated_lookup: ArbitratedLookup | None = None,
+        *,
+        has_lookup: bool = False,
     ) -> None:
-        """limit: number of positions that the models support."""
+        """limit: number of positions that the models support.
+
+        has_lookup: True if prompt lookup drafts beside the models.
+        """
         self.state = sampler.state
         self.kernels = sampler.kernels
         self.sampler = sampler
         self.runners = list(runners)
         first = runners[0]
-        self.lookup: Lookup | None = None
-        self.refeeds = self.reads_target_states or arbitrated_lookup is not None
+        self.refeeds = self.reads_target_states or has_lookup
         self.paging = Paging(first.cache.page_size, limit, first.trash_slot)
-        if arbitrated_lookup is not None:
-            self.lookup = arbitrated_lookup.lookup
-            self.max_model_drafts = arbitrated_lookup.max_model_drafts
-            self.tracks_matches = arbitrated_lookup.tracks_matches
 
     def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """Return the rows of the last `width` committed tokens and `ahead` drafts of slots, bool
@@ -137,22 +95,7 @@ class ModelProposer(Proposer):
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
-        """Propose k tokens a slot: those after a long match, or the models' drafts.
-
-        With k = 0 only search for a match.
-        """
-        model_drafts = self.lookup is None or 0 < k <= self.max_model_drafts
-        if model_drafts:
-            self._draft(k, window, views, needs)
-        if self.lookup is not None:
-            self.lookup.draft(self.state, k, views, over=model_drafts)
-            if model_drafts:
-                self.sampler.make_certain(k)
-
-    def _draft(
-        self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
-    ) -> None:
-        """Draft k tokens a slot by the models, fewer where their context ends."""
+        """Propose k tokens a slot, fewer where the models' context ends."""
         # After the prefill the last prompt token is fed too, though the round committed only one token.
         # A request that ended in this round is fed as well, since later requests may reuse its pages.
         # A grammar's drafts are not the model's own.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spd.kernels.round.window import RoundWindow, Rows
 from spd.runtime.models.block_model import BlockModel
-from spd.runtime.proposers.base import ArbitratedLookup, ModelProposer
+from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import BlockEnds, PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
@@ -39,9 +39,10 @@ class BlockProposer(ModelProposer):
         sampler: Sampler,
         runners: Sequence[ModelRunner],
         limit: int,
-        arbitrated_lookup: ArbitratedLookup | None = None,
+        *,
+        has_lookup: bool = False,
     ) -> None:
-        super().__init__(sampler, runners, limit, arbitrated_lookup)
+        super().__init__(sampler, runners, limit, has_lookup=has_lookup)
         (self.runner,) = runners
         model = self.runner.model
         assert isinstance(model, BlockModel)
@@ -79,9 +80,10 @@ class BlockProposer(ModelProposer):
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Do nothing: every round writes its entries."""
 
-    def _draft(
+    def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
+        """Propose k tokens a slot by one pass."""
         rows = self.kernels.committed_window(
             state=self.block_state,
             width=1,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from spd.kernels.round.window import RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
-from spd.runtime.proposers.base import ArbitratedLookup, ModelProposer
+from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.round.kv_cache import zero_rows
 from spd.runtime.round.limits import state_depth
 from spd.runtime.round.model_runner import ModelRunner
@@ -44,9 +44,10 @@ class HeadProposer(ModelProposer):
         sampler: Sampler,
         runners: Sequence[ModelRunner],
         limit: int,
-        arbitrated_lookup: ArbitratedLookup | None = None,
+        *,
+        has_lookup: bool = False,
     ) -> None:
-        super().__init__(sampler, runners, limit, arbitrated_lookup)
+        super().__init__(sampler, runners, limit, has_lookup=has_lookup)
         state = self.state
         first = runners[0]
         self.depth = state_depth(first.chunk, state.max_draft, len(runners))

@@ -358,9 +358,10 @@ class LeadingQueue:
         needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
+        chained: int = 0,
     ) -> PendingRound:
         """Launch a round on every rank, and return this rank's pending round."""
-        ticket = self.order(self.queue.launch, k, views, needs, num_logprobs, next_k)
+        ticket = self.order(self.queue.launch, k, views, needs, num_logprobs, next_k, chained)
         fetch = ticket.fetch
         # On a GPU a rank that hangs is noticed where the round's result is fetched.
         return ticket._replace(fetch=lambda: self.leader.guard(fetch, waits=True))

@@ -7,8 +7,7 @@ Its inputs and outputs are the state's tensors, whose addresses never change.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -30,9 +29,11 @@ Capture = Callable[[Program], tuple[Replay, Logprobs | None]]
 """Captures a program; returns its replay and its result, which every replay overwrites."""
 
 
-@dataclass(frozen=True)
-class RoundShape:
-    """Everything that determines a round's device program."""
+class RoundShape(NamedTuple):
+    """Everything that determines a round's device program.
+
+    A tuple, for one is made and looked up in every round.
+    """
 
     k: int
     next_k: int
@@ -40,6 +41,8 @@ class RoundShape:
     num_logprobs: int | None
     slots: int
     """The round runs the first so many slots."""
+    chained: int = 0
+    """Drafts of a model that lookup continues; see `Round.run`."""
     threads: int = 0
     """Threads of C functions."""
 
@@ -144,7 +147,7 @@ class CapturedRounds:
         if count != round_.state.slots:
             round_ = narrow_to_slots(round_, count)
         return lambda: round_.run(
-            shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k
+            shape.k, views[:count], shape.needs, shape.num_logprobs, shape.next_k, shape.chained
         )
 
     def capture_cuda(self, program: Callable[[], Result]) -> tuple[Replay, Result]:
@@ -181,7 +184,7 @@ class RecordedRounds(CapturedRounds):
 
         The log-probabilities have memory of their own.
         """
-        shape = replace(shape, threads=self.library.threads)
+        shape = shape._replace(threads=self.library.threads)
         replay = None
         logprobs = None
         if all(view.bound for view in views[: shape.slots]):
@@ -194,7 +197,9 @@ class RecordedRounds(CapturedRounds):
             self.run_shapes.add(shape)
             replay, logprobs = self.captured.get(shape, (None, None))
         if replay is None:
-            return self.round.run(shape.k, views, shape.needs, shape.num_logprobs, shape.next_k)
+            return self.round.run(
+                shape.k, views, shape.needs, shape.num_logprobs, shape.next_k, shape.chained
+            )
         replay()
         return logprobs and (logprobs[0].clone(), logprobs[1].clone(), logprobs[2].clone())
 

@@ -335,6 +335,7 @@ class LocalRoundQueue:
         needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
+        chained: int = 0,
     ) -> LocalPendingRound:
         """Enqueue one round; see `Round.run`."""
         self.threads.adapt()
@@ -347,9 +348,9 @@ class LocalRoundQueue:
                 view if view.bound else last_view
                 for view, last_view in zip(views, self.last_views, strict=True)
             ]
-            model_drafts = 0 < next_k <= proposer.max_model_drafts
-            if model_drafts and proposer.samples_drafts:
-                forwards = 1 if proposer.drafts_at_once else next_k
+            model_drafts = chained or self.round.count_model_drafts(next_k)
+            if model_drafts:
+                forwards = 1 if proposer.drafts_at_once else model_drafts
             missing = self.missing_tokens
             if model_drafts or (missing and missing + k >= CATCH_UP):
                 self._catch_up()
@@ -364,10 +365,11 @@ class LocalRoundQueue:
                 needs=needs,
                 num_logprobs=num_logprobs,
                 slots=self.captured.num_slots(views),
+                chained=chained,
             )
             logprobs = self.captured.run(shape, views)
         else:
-            logprobs = self.round.run(k, views, needs, num_logprobs, next_k)
+            logprobs = self.round.run(k, views, needs, num_logprobs, next_k, chained)
         row = self.launched % RING_DEPTH
         self.launched += 1
         drafts = None

@@ -1,15 +1,37 @@
-"""The proposer's interface: it keeps up with the committed tokens and proposes the next k."""
+"""The interfaces of what drafts: a model that keeps up with the committed tokens, and prompt
+lookup."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from spd.kernels.round.window import RoundWindow
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampling_params import SamplingSteps
+from spd.runtime.round.state import RoundState
+
+
+class Lookup(Protocol):
+    """Prompt lookup, which drafts alone, beside a model or behind the drafts of one."""
+
+    @property
+    def max_model_drafts(self) -> int:
+        """Drafts of a model in a round at most; in rounds with more lookup drafts alone."""
+        ...
+
+    @property
+    def may_draft_more(self) -> bool:
+        """True if it may draft more than the model: it then searches in all rounds."""
+        ...
+
+    def draft(
+        self, state: RoundState, k: int, model_drafts: int, views: Sequence[SlotView]
+    ) -> None:
+        """Draft up to k tokens a slot, where a model has drafted `model_drafts`."""
+        ...
 
 
 class Proposer:
@@ -24,20 +46,8 @@ class Proposer:
 
     reads_target_states: bool = False
     """True if it reads the target's states; see `ModelOutput`."""
-    samples_drafts: bool
-    """True if drafts are drawn by `Sampler.draw_draft`, which stores their distributions.
-
-    Else certain.
-    """
     drafts_at_once: bool = False
     """True if one forward drafts all tokens."""
-    tracks_matches: bool = False
-    """True if it searches for matches, and writes `state.match`, in rounds without drafts too."""
-    max_model_drafts: int = sys.maxsize
-    """Drafts of a model at most.
-
-    In rounds with more, no model drafts and its cache is not updated.
-    """
     slot_attributes: tuple[str, ...]
     """Names of the attributes by slots; see `narrow_to_slots`."""
 
@@ -68,7 +78,7 @@ class Proposer:
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
-        """Propose the next k tokens of every active slot; k is 0 only if it `tracks_matches`.
+        """Propose the next k > 0 tokens of every active slot.
 
         window: the rows that the round verified.
         """

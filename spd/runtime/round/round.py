@@ -10,7 +10,8 @@
     commit    sampled 0 ... n                     n accepted drafts, then the recovered token, or after n = k
                                                   the bonus token; length grows by n + 1
     emit      the tokens and n into a ring, which the host reads `lag` rounds later
-    draft     the next k tokens after the last committed one, for the next round
+    draft     the next k tokens after the last committed one, for the next round: by a model, by prompt
+              lookup where the text's end occurred before, or by lookup behind the model's drafts
 
 The emitted tokens are always the target's own samples: drafts change the speed, never the text.
 Rejected rows need no clean-up, since cache rows beyond `length` are overwritten before they are
@@ -29,7 +30,7 @@ from spd.kernels.interface import Kernels
 from spd.kernels.round.window import ENDED, VERIFIED, Paging, RoundWindow
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.model_runner import ModelRunner
-from spd.runtime.round.proposer import Proposer
+from spd.runtime.round.proposer import Lookup, Proposer
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
 from spd.runtime.round.sampling_params import SamplingSteps
@@ -54,6 +55,7 @@ class Round:
         imposed: ImposedAcceptance | None = None,
         verify: str = "coupled",
         share: Callable[[Tensor], None] | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
         """share: copies rank 0's tensor to the ranks that draft separately."""
         self.state = state
@@ -64,6 +66,7 @@ class Round:
         self.imposed = imposed
         self.verify = verify
         self.share = share
+        self.lookup = lookup
 
     @torch.inference_mode()
     def run(
@@ -73,9 +76,11 @@ class Round:
         needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
+        chained: int = 0,
     ) -> Logprobs | None:
         """Verify the k drafts of every active slot, commit, emit, and draft next_k more.
 
+        chained: drafts of a model that lookup continues up to next_k; 0 where one of them drafts.
         These are the lines at the top of this file. views: upper bounds of each slot's cache up to
         the end of this round's drafting, which only kernels in torch's form use. Increments the
         state's counter.
@@ -95,12 +100,25 @@ class Round:
         if self.imposed is not None and k:
             accepted = self.imposed.accepted(state.length, window.num_drafts, k)
         self._commit(window=window, sampled=sampled, finite=finite, accepted=accepted, needs=needs)
-        if self.proposer is not None and (next_k or self.proposer.tracks_matches):
-            self.proposer.draft(next_k, window, views, needs)
-            if next_k and self.share is not None:
-                self.share(state.draft[:, :next_k])
+        model_drafts = chained or self.count_model_drafts(next_k)
+        if self.proposer is not None and model_drafts:
+            self.proposer.draft(model_drafts, window, views, needs)
+            if self.share is not None:
+                self.share(state.draft[:, :model_drafts])
+        if self.lookup is not None and (next_k or self.lookup.may_draft_more):
+            self.lookup.draft(state, next_k, model_drafts, views)
+            if model_drafts:
+                self.sampler.make_certain(next_k)
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
+
+    def count_model_drafts(self, next_k: int) -> int:
+        """Return how many of next_k drafts a model makes: all, or where lookup drafts more none."""
+        if self.proposer is None or (
+            self.lookup is not None and next_k > self.lookup.max_model_drafts
+        ):
+            return 0
+        return next_k
 
     def _sample(
         self,

@@ -171,6 +171,7 @@ class RoundQueue(Protocol):
         needs: SamplingSteps,
         num_logprobs: int | None,
         next_k: int,
+        chained: int = 0,
     ) -> PendingRound:
         """Enqueue one round; see `Round.run`."""
         ...

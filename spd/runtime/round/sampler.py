@@ -306,7 +306,10 @@ class Sampler:
         return self.bias if not missing else pad(self.bias, (0, missing)).contiguous()
 
     def make_certain(self, k: int) -> None:
-        """Store certain distributions for those of k drafts that prompt lookup made, not a model."""
+        """Store certain distributions for those of k drafts that prompt lookup made, not a model.
+
+        Where they are stored, k is fixed, and lookup continues no drafts of a model.
+        """
         if self.draft_distributions is None:
             return
         state = self.state
