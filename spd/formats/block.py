@@ -11,8 +11,8 @@ A pass runs a block of B rows at the positions behind that text: the embedding o
 then B - 1 times that of a mask token. They go through the layers of a Qwen3 model of the drafter's
 numbers; each attends to those keys and to all rows of its block. The logits of row i > 0 are of the
 token at that row's position; with `drafts_from_anchor` those of each row are of the token after it.
-Embedding and output head are the target's; a drafter of fewer ids has a head of its own, and target
-id = i + d2t[i].
+Embedding and output head are the target's; a drafter of fewer ids has a head of its own, or uses
+the target's rows of these ids, and target id = i + d2t[i].
 
 DSpark adds to the logits of each draft a bias of the token x before it (`markov_head`), with h the
 row's output and r the size of its embeddings:

@@ -9,8 +9,9 @@ them:
     y = x + mlp(post_attention_layernorm(x))
     logits of token P+2 = lm_head(norm(y)), of `draft_vocab_size` ids; target id = i + d2t[i]
 
-The next step's h is y; norm(y) where `norm_output`. With `norm_before_residual` the sum with
-attention is of hidden_norm(h). One layer; keys and values as in a Llama of the head's numbers.
+Without an lm_head the target's rows of these ids are used. The next step's h is y; norm(y) where
+`norm_output`. With `norm_before_residual` the sum with attention is of hidden_norm(h). One layer;
+keys and values as in a Llama of the head's numbers.
 
 Three layouts, which the configuration distinguishes:
 

@@ -108,9 +108,9 @@ def write_tiny_eagle3(folder: Path, target: Path, **options: Any) -> Path:
     aux: indices j of the layers at whose input the residual stream is read (the number of layers:
     the stream after the last), written in the layout's convention; None: left out.
     norm_before_residual: None: left out, which means yes in the speculators layout and no in the
-    others. draft_vocab: the number of the target's ids that the head has logits for; None: all,
-    with the target's output head where own_head is false. hidden_share: the share of the old state
-    that a copy keeps.
+    others. draft_vocab: the number of the target's ids that the head has logits for; None: all.
+    Where own_head is false, the rows of the target's output head are used. hidden_share: the share
+    of the old state that a copy keeps.
     """
     o = tiny.with_defaults(DEFAULTS, options)
     verifier = json.loads((target / "config.json").read_text())
@@ -193,7 +193,8 @@ def _head_tensors(
     if o.draft_vocab is not None:
         order = torch.randperm(vocab, generator=tiny.named_generator(f"{o.seed}/ids"))
         draft_ids = order[: o.draft_vocab].sort().values
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][draft_ids]
+        if o.own_head:
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][draft_ids]
         tensors["d2t"] = draft_ids - torch.arange(o.draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, draft_ids, True)
     if o.own_embedding or hidden != target_hidden:

@@ -35,8 +35,9 @@ class PlainBlock(PlainLayers):
         self.block_size = self.block["block_size"]
         kind = published.get("speculators_model_type")
         self.first = int(not published.get("sample_from_anchor", kind == "dspark"))
-        self.head = self.tensors.get("lm_head.weight", self.target.head)
-        self.draft_ids = torch.arange(len(self.head)) + self.stored.get("d2t", torch.tensor(0))
+        offsets = self.stored.get("d2t", torch.zeros(len(self.target.head), dtype=torch.long))
+        self.draft_ids = torch.arange(len(offsets)) + offsets
+        self.head = self.tensors.get("lm_head.weight", self.target.head[self.draft_ids])
         if self.is_speculators:
             self.taps = list(published["aux_hidden_state_layer_ids"])
             slides_causally = not published.get("sliding_window_non_causal", kind == "dflash2")

@@ -34,8 +34,9 @@ class PlainEagle3(PlainLayers):
         )
         self.target = plain_target or PlainTarget(target)
         self.embedding = self.tensors.get("embed_tokens.weight", self.target.embedding)
-        self.output = self.tensors.get("lm_head.weight", self.target.head)
-        self.draft_ids = torch.arange(len(self.output)) + stored.get("d2t", torch.tensor(0))
+        offsets = stored.get("d2t", torch.zeros(len(self.target.head), dtype=torch.long))
+        self.draft_ids = torch.arange(len(offsets)) + offsets
+        self.output = self.tensors.get("lm_head.weight", self.target.head[self.draft_ids])
         self.norms_residual = bool(published.get("norm_before_residual", speculators))
         self.norms_joined = bool(published.get("norm_before_fc"))
         self.norms_parts = bool(published.get("fc_norm"))

@@ -371,6 +371,8 @@ class HeadSource:
         target_checkpoint = self.target_folder.checkpoint
         is_tied = self.target_folder.config.tie_embeddings
         target_name = EMBEDDING if key == "embedding" or is_tied else HEAD
+        if shared.target_ids is not None:
+            return read_values(target_checkpoint, target_name)[shared.target_ids[first:end]]
         if name in checkpoint.tensors and not checkpoint.tensors_equal(
             name, target_checkpoint, target_name
         ):

@@ -46,8 +46,8 @@ def block_of(config: ModelConfig) -> BlockConfig:
     return config.block
 
 
-def layout(config: ModelConfig) -> weights.ModelLayout:
-    """Return the layers, and the tables around them."""
+def layout(config: ModelConfig, without: tuple[str, ...] = ()) -> weights.ModelLayout:
+    """Return the layers, and the tables around them; without: tables that the checkpoint lacks."""
     block = block_of(config)
     model = families.qwen3(config)
     layers = []
@@ -62,10 +62,12 @@ def layout(config: ModelConfig) -> weights.ModelLayout:
             shape = ConvolutionLayout(config.hidden_size, convolution.kernel, convolution.group)
             layer = replace(layer, convolutions=shape)
         layers.append(layer)
-    return replace(model, layers=tuple(layers), tables=partial(tables, config), prefix=LAYER_PREFIX)
+    return replace(
+        model, layers=tuple(layers), tables=partial(tables, config, without), prefix=LAYER_PREFIX
+    )
 
 
-def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
+def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[str, ParameterSpec]:
     """Return the parameters outside the layers, or a rank's part of them.
 
     Sources have full names.
@@ -80,7 +82,7 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
             {FINAL_NORM: (hidden,)}, is_float32=block.logit_scale != 1.0
         ),
     }
-    if block.draft_vocab_size != config.vocab_size:
+    if block.draft_vocab_size != config.vocab_size and "head" not in without:
         parameters["head"] = weights.vocabulary_table(HEAD, block.draft_vocab_size, hidden, shard)
     if block.selector is not None:
         parameters |= _selector_parameters(config, block.selector)
@@ -164,7 +166,8 @@ def check_block(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
         message = f"{checkpoint.folder / MASK_EMBEDDING}: an embedding of the mask token by itself"
         raise CheckpointError(f"{message} is not supported")
     block = block_of(config)
-    expected = weights.expected_tensors(config, layout(config))
+    without = () if HEAD in checkpoint.tensors else ("head",)
+    expected = weights.expected_tensors(config, layout(config, without))
     optional = {EMBEDDING: config.vocab_size, HEAD: block.draft_vocab_size}
     expected |= {
         table: (rows, config.hidden_size)
@@ -213,4 +216,6 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
     if order is not None:
         message = f"{checkpoint.folder}: tensor {TOKEN_OFFSETS}: its ids are not ascending"
         raise CheckpointError(message)
-    return [weights.HeadPart(layout(config), rules, shared, ids)]
+    if HEAD not in checkpoint.tensors:
+        shared["head"] = weights.SharedTable(HEAD, rows, target_ids=ids)
+    return [weights.HeadPart(layout(config, (*shared,)), rules, shared, ids)]

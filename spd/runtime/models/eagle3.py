@@ -72,11 +72,11 @@ def tables(config: ModelConfig, without: tuple[str, ...], shard: Shard) -> dict[
 
 
 def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
-    """True if the target's output head is used: the checkpoint has none, and maps no ids."""
-    eagle3 = config.eagle3
-    assert eagle3 is not None
-    mapped = TOKEN_OFFSETS in checkpoint.tensors or eagle3.draft_vocab_size != config.vocab_size
-    return HEAD not in checkpoint.tensors and not mapped and not eagle3.private_embedding
+    """True if the target's output head is used, or its rows of the head's ids: the checkpoint has
+    none.
+    """
+    assert config.eagle3 is not None
+    return HEAD not in checkpoint.tensors and not config.eagle3.private_embedding
 
 
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
@@ -131,7 +131,9 @@ def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weigh
         return [weights.HeadPart(layout(config), rules, shared, ids)]
     weights.warn_unused_tensors(check_eagle3(config, checkpoint), checkpoint.folder)
     ids, order = read_vocabulary(rows, size, checkpoint)
-    if order is not None or shares_head(config, checkpoint):
+    if shares_head(config, checkpoint):
+        shared["head"] = weights.SharedTable(HEAD, rows, target_ids=ids)
+    elif order is not None:
         shared["head"] = weights.SharedTable(HEAD, rows, order)
     return [weights.HeadPart(layout(config, (*shared,)), rules, shared, ids)]
 

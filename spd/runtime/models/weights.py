@@ -135,6 +135,8 @@ class SharedTable:
     rows: int
     order: Tensor | None = None
     """The order of the checkpoint's rows; with one the table is never the target's."""
+    target_ids: Tensor | None = None
+    """The ids whose rows of the target's table are the table's, which the checkpoint lacks."""
 
 
 @dataclass(frozen=True)
