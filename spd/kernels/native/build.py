@@ -31,6 +31,7 @@ SOURCES = (
     "attention.c",
     "experts.c",
     "linear.c",
+    "product.c",
     "int8.c",
 )
 """Files that are compiled at the same time, those that take longest last."""

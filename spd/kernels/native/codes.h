@@ -9,8 +9,10 @@
 #ifndef SPD_CODES_H
 #define SPD_CODES_H
 
+#include "ending.h"
 #include "int8.h"
-#include "product.h"
+
+enum { ROOM = 256 }; /* Rows whose sums wait in memory together. */
 
 /* What codes in the lower bits of lanes stand for. */
 INLINE vec number(ints x, const int kind, vec zero)
@@ -72,15 +74,6 @@ static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, i
     else if (kind == MX4) decode_kind(codes, MX4, zeros, from, to, tiles);
     else decode_kind(codes, E4M3, zeros, from, to, tiles);
 }
-
-/* A left side, and the sum of each row's elements of every step: [rows][steps]. */
-typedef struct {
-    Left *left;
-    float *sums;
-} Rows;
-
-/* Rows from tile `tiles` of a left side on. */
-static inline Rows rows_at(Rows rows, long tiles) { return (Rows){rows.left + tiles * TILE, rows.sums + tiles * SIDE}; }
 
 /* Whether products read the codes themselves, by instructions that this processor has. */
 static inline int is_fused(const Weight *w)
@@ -152,27 +145,6 @@ static __attribute__((noinline)) void one_row_of_kind(
 }
 #endif
 
-/* One row x [depth] into its place in what is multiplied by a weight; see place_row and place_int8. */
-static void place_left(
-    const Weight *w, const element *x, const float *norm, float epsilon, long depth, Rows rows, long row)
-{
-    if (w->rounds_rows) {
-        place_int8(x, norm, epsilon, depth, w, rows.left, row);
-        return;
-    }
-    Left *left = rows.left + left_row(row, w->steps);
-    place_row(x, norm, epsilon, depth, left);
-    if (w->minima)
-        for (long k = 0; k < w->steps; k++) {
-            const Left *step = left + k * LEFT_STEP;
-            rows.sums[row * w->steps + k] = vsum(vadd(left_load(step), left_load(step + SIDE)));
-        }
-#if !SPD_WIDE && !SPD_NEON
-    if (is_fused(w))
-        for (long k = 0; k < w->steps; k++) into_digits(left + k * LEFT_STEP);
-#endif
-}
-
 /* Rows of a left side times block `index` of a weight in codes; `block` is its number among the columns'. */
 static void multiply_codes(Rows from_rows, long rows, const Weight *w, long index, const Ending *ending, long block)
 {
@@ -238,14 +210,6 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
         }
         finish(ending, total, block, top, count);
     }
-}
-
-/* Rows of a left side times block `index` of a weight, whatever it is kept in. */
-static void multiply_weight(Rows left, long rows, const Weight *w, long index, const Ending *ending, long block)
-{
-    if (w->kind == ELEMENTS)
-        multiply(left.left, rows, (const element *)w->tiles + index * w->steps * 2 * TILE, w->steps, ending, block);
-    else multiply_codes(left, rows, w, index, ending, block);
 }
 
 #endif

@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-#include "codes.h"
+#include "product.h"
 
 typedef struct {
     const element *x;

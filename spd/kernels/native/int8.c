@@ -140,6 +140,13 @@ static __attribute__((noinline)) void read_span(const Weight *w, long at, long f
     }
 }
 
+/* Whether so many rows are multiplied together, of at most so many. Groups of 16 are rare and take long to compile, so
+   there are fewer choices for them. */
+INLINE int is_together(const int count, const int most, const int halved)
+{
+    return count <= most && (!halved || count == 4 || count == 1);
+}
+
 #if !SPD_WIDE && !SPD_NEON
 #include "int8_avx2.h"
 #else
@@ -200,14 +207,15 @@ INLINE void int8_rows(const Step *a, const int count, const Weight *w, const int
 
 #endif
 
+/* INT5 and IQ4 have groups of 32. */
 INLINE void rows_of_kind(
     const Step *a, const int count, const Weight *w, const int halved, const uint8_t *codes, long at, float *c)
 {
     if (w->kind == INT4) int8_rows(a, count, w, INT4, halved, codes, at, c);
-    else if (w->kind == INT5) int8_rows(a, count, w, INT5, halved, codes, at, c);
+    else if (w->kind == INT5) int8_rows(a, count, w, INT5, 0, codes, at, c);
     else if (w->kind == INT6) int8_rows(a, count, w, INT6, halved, codes, at, c);
     else if (w->kind == INT8) int8_rows(a, count, w, INT8, halved, codes, at, c);
-    else if (w->kind == IQ4) int8_rows(a, count, w, IQ4, halved, codes, at, c);
+    else if (w->kind == IQ4) int8_rows(a, count, w, IQ4, 0, codes, at, c);
     else int8_rows(a, count, w, MX4, halved, codes, at, c);
 }
 
@@ -223,9 +231,9 @@ void int8_product(const void *rows, long top, long count, const Weight *w, const
         r += rest;
 #else
 #define COUNT(n) \
-    if (n <= MOST_INT8_ROWS && rest >= n) { \
-        if (w->group < DEPTH) rows_of_kind(a, n, w, 1, codes, at, to); \
-        else rows_of_kind(a, n, w, 0, codes, at, to); \
+    if (rest >= n && is_together(n, MOST_INT8_ROWS, w->group < DEPTH)) { \
+        if (w->group >= DEPTH) rows_of_kind(a, n, w, 0, codes, at, to); \
+        else if (is_together(n, MOST_INT8_ROWS, 1)) rows_of_kind(a, n, w, 1, codes, at, to); \
         r += n; \
         continue; \
     }

@@ -105,7 +105,7 @@ INLINE void int8_rows(const Step *a, int count, const Weight *w, const int kind,
             for (long line = 0; line < size; line += LANES) __builtin_prefetch(codes + line + 4096, 0, 3);
             for (int r = 0, left; (left = count - r) > 0;) {
 #define COUNT(n) \
-    if (n <= rows_at_once(kind) && left >= n) { \
+    if (left >= n && is_together(n, rows_at_once(kind), halved)) { \
         add_rows(totals + r * WIDTH, a + r, n, w, &span, g, groups, kind, codes, halved); \
         r += n; \
         continue; \

@@ -2,7 +2,7 @@
 
 #include <math.h>
 
-#include "codes.h"
+#include "product.h"
 
 /* The row of a weight of so many that column `column` of a block's side has, or -1; see `spd_pack`. */
 static long row_of(long width, int gated, long block, int side, int column)
@@ -138,48 +138,6 @@ void spd_linear(const Product *p, long threads)
     double tiles = 2.0 * (double)(blocks * parts(p->depth, DEPTH));
     share_out(place_rows, p, items, 0.2 * (double)(items * p->depth), threads);
     share_out(multiply_blocks, p, blocks, tiles * tile_time(p->rows), threads);
-}
-
-typedef struct {
-    Weight weight;
-    const int64_t *ids;
-    element *out;
-    long rows, depth;
-} Lookup;
-
-static void decode_rows(const void *work, Share *share, int member)
-{
-    const Lookup *o = work;
-    const Weight *w = &o->weight;
-    const vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
-    const long size = step_bytes(w->kind);
-    Number tiles[2 * TILE] __attribute__((aligned(64)));
-    Factors factors = {0};
-    float numbers[DEPTH], scales[SIDE], minima[SIDE] = {0};
-    for (long r; (r = take(share, member)) >= 0;) {
-        long block = o->ids[r] / WIDTH, side = o->ids[r] % WIDTH / SIDE, column = o->ids[r] % SIDE;
-        const uint8_t *codes = (const uint8_t *)w->tiles + block * w->steps * size;
-        for (long d = 0; d < o->depth; d += DEPTH) {
-            decode(codes + d / DEPTH * size, w->kind, zeros, 0, DEPTH, tiles);
-            for (int i = 0; i < DEPTH; i++) {
-                if ((d + i) % w->group == 0) {
-                    long at = block * w->groups + (d + i) / w->group;
-                    load_factors(w, at, &factors);
-                    storef(scales, SIDE, scales_of(w, &factors, at, (int)side));
-                    if (w->minima) storef(minima, SIDE, minima_of(w, &factors, at, (int)side));
-                }
-                numbers[i] = number_value(tiles[side * TILE + number_place(i, (int)column)]) * scales[column] - minima[column];
-            }
-            for (int i = 0; i < DEPTH && d + i < o->depth; i += SIDE)
-                store(o->out + r * o->depth + d + i, o->depth - d - i, loadf(numbers + i, SIDE));
-        }
-    }
-}
-
-/* Rows `ids` of a weight in codes without zero points, each value rounded once: out [rows][depth]. */
-void spd_rows(const Lookup *o, long threads)
-{
-    share_out(decode_rows, o, o->rows, 4.0 * (double)(o->rows * o->depth), threads);
 }
 
 typedef struct {
