@@ -141,9 +141,9 @@ class Recorder:
         rows, width = ids.shape
         self.ids = torch.cat((ids, torch.zeros(rows, room, dtype=torch.long)), dim=1)
         size = self.ids.shape
-        self.streams = torch.zeros(*size, len(plan.taps), hidden, dtype=torch.bfloat16)
-        self.best = torch.zeros(*size, TOP, dtype=torch.int32)
-        self.logits = torch.zeros(*size, TOP, dtype=torch.float16)
+        self.streams = torch.zeros((*size, len(plan.taps), hidden), dtype=torch.bfloat16)
+        self.best = torch.zeros((*size, TOP), dtype=torch.int32)
+        self.logits = torch.zeros((*size, TOP), dtype=torch.float16)
         self.length = width
 
     def write(self, step: Step, rows: Tensor, first: int) -> None:
