@@ -104,7 +104,7 @@ PRIVATE_NAMES = (
         HUB,
         imported("huggingface_hub.utils._verification:compute_file_hash"),
     ),
-    PrivateName("typer", "_long_opt", "spd/cli/parser.py", lambda: typer_parser()._long_opt),
+    PrivateName("typer", "_long_opt", "spd/cli/typer_app.py", lambda: typer_parser()._long_opt),
     PrivateName("uvicorn", "on_tick", SERVE, imported("uvicorn:Server.on_tick")),
     PrivateName("uvicorn", "handle_exit", SERVE, imported("uvicorn:Server.handle_exit")),
     PrivateName(

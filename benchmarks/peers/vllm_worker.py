@@ -25,8 +25,8 @@ from benchmarks.peers.protocol import (
 )
 from benchmarks.peers.stepped import SteppedEngine
 from benchmarks.peers.untied import is_latent, read_config, untie
-from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Event, Request
+from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.lab.load import Pass
 
 COUNTERS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,11 +12,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-from typer.main import get_command
-
-from spd.cli.commands import COMMANDS, build_app, complete
+from spd.cli.commands import COMMANDS, CommandBody, run_command
 from spd.cli.parser import COMMAND_FIXES
+from spd.cli.plain_arguments import parse_plain
 from spd.cli.signals import Interrupted, SignalGuard, exit_by_signal, exit_on_engine_error
 from spd.cli.terminal.console import Console, PrintableStderr, Session, write_error, write_stderr
 from spd.cli.terminal.sink import DISK_FULL, OutputClosed, Sink, output_error
@@ -88,6 +85,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
     session = Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=num_ranks)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
+            from spd.cli.typer_app import build_app, complete
+
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
             return complete(build_app(typed.split()), COMPLETION_VARIABLE)
         if rank:
@@ -98,18 +97,19 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             lambda error: write_error(_as_spd_error(error, console), session.console, as_json)
         )
         _check_working_folder(argv)
-        default_map = _read_config_file(argv, session)
-        command = get_command(build_app((argv[0],)))
-        result = command(
-            args=argv, prog_name="spd", standalone_mode=False, obj=session, default_map=default_map
-        )
+        result = _run_command(argv, session)
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # Typer exits so when writing its help fails
         return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
     except Exception as error:
-        if isinstance(error, OutputClosed) or getattr(error, "errno", None) in DISK_FULL:
+        if (
+            isinstance(error, OutputClosed | BrokenPipeError)
+            or getattr(error, "errno", None) in DISK_FULL
+        ):
             raise
         if session.console.debug:
+            import traceback
+
             write_stderr("".join(traceback.format_exception(error)))
         failure = _as_spd_error(error, session.console)
         if failure.exit_code in (2, 3, 4):
@@ -121,6 +121,24 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
             from spd.cli.rank import release_ranks
 
             release_ranks()
+
+
+def _run_command(argv: Sequence[str], session: Session) -> object:
+    """Run a command and return its result; Typer parses what is not plain."""
+    default_map = _read_config_file(argv, session)
+    if default_map is None and argv[0] in COMMANDS:
+        body = CommandBody.find(argv[0])
+        plain = parse_plain(body.options, argv[1:], os.environ)
+        if plain is not None:
+            return run_command(session, body, plain.values, plain.typed)
+    from typer.main import get_command
+
+    from spd.cli.typer_app import build_app
+
+    command = get_command(build_app((argv[0],)))
+    return command(
+        args=argv, prog_name="spd", standalone_mode=False, obj=session, default_map=default_map
+    )
 
 
 def _read_config_file(
@@ -185,7 +203,8 @@ def _as_spd_error(error: Exception, console: Console) -> SpdError:
     """Return an SpdError as it is, and for any other exception the SpdError to show."""
     if isinstance(error, SpdError):
         return error
-    if isinstance(error, typer.TyperException):
+    typer = sys.modules.get("typer")  # only where Typer has parsed
+    if typer is not None and isinstance(error, typer.TyperException):
         message = " ".join(error.format_message().split())
         message = message[:1].lower() + message[1:].rstrip(".")
         fix = [

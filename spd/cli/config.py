@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from typer.core import TyperGroup, TyperOption
-from typer.main import get_command
-
-from spd.cli.commands import COMMANDS, build_app
+from spd.cli.commands import COMMANDS
 from spd.errors import UsageError
 from spd.formats.files import read_input
+
+if TYPE_CHECKING:
+    from typer.core import TyperOption
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,8 +49,10 @@ def read_defaults(command: str, path: Path) -> dict[str, OptionValue]:
 
     The command's own table takes precedence over the top level. Raises UsageError.
     """
-    params = _options_of(command)
     loaded = _load(path)
+    if not loaded:
+        return {}
+    params = _options_of(command)
     table = loaded.get(command)
     command_table = table if isinstance(table, dict) else {}  # `verify` is a command and an option
     values: dict[str, object] = {}
@@ -84,6 +86,11 @@ def _as_typed(param: TyperOption, value: object) -> OptionValue:
 
 def _options_of(name: str) -> dict[str, TyperOption]:
     """Return the options of a command by their long names without dashes."""
+    from typer.core import TyperGroup, TyperOption
+    from typer.main import get_command
+
+    from spd.cli.typer_app import build_app
+
     group = get_command(build_app((name,)))
     assert isinstance(group, TyperGroup)
     params = [param for param in group.commands[name].params if isinstance(param, TyperOption)]
@@ -107,6 +114,8 @@ def _unknown_key_error(
     path: Path, message: str, key: str, option_names: Iterable[str]
 ) -> UsageError:
     """Return the error for a key that is no option; the fix names the closest of `option_names`."""
+    from difflib import get_close_matches
+
     close_matches = get_close_matches(key, sorted(option_names), n=1)
     fix = f"edit {path}: {close_matches[0]} in the place of {key}" if close_matches else ""
     return _config_error(path, message, fix)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from spd.cli.terminal.console import Console
 from spd.cli.terminal.progress import loading
 from spd.cli.terminal.streams import is_terminal
-from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -59,6 +58,8 @@ def print_notes(
     for note in notes:
         console.note(note)
     if console.verbose:
+        from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
+
         load = f"{engine.load_ms / 1000:.2f} s"
         run_facts = {"plan": engine.info.plan, "params": parameters, "load": load}
         columns = None if is_terminal(sys.stderr) else PIPE_COLUMNS

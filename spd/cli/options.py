@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import typer
-
 from spd.cli.parser import (
     ADVANCED_PANEL,
     INPUT_PANEL,
     MAIN_PANEL,
     OUTPUT_PANEL,
+    bad_value,
     normalize_spec,
     parse_size,
     parse_value,
@@ -121,7 +120,7 @@ main_option = partial(option, MAIN_PANEL)
 input_option = partial(option, INPUT_PANEL)
 output_option = partial(option, OUTPUT_PANEL)
 advanced_option = partial(option, ADVANCED_PANEL)
-_model_option = partial(option, MODEL_PANEL)
+model_option = partial(option, MODEL_PANEL)
 
 
 def parse_spec(text: str) -> str:
@@ -136,7 +135,7 @@ def parse_spec(text: str) -> str:
         message = (
             f"{text!r} is not one of {single_methods}, nor one of these beside lookup: 'mtp+ngram'"
         )
-        raise typer.BadParameter(message)
+        raise bad_value(message)
     return method
 
 
@@ -248,14 +247,14 @@ class ModelOptions(CommonOptions):
     model: str = main_option(
         "demo", "MODEL", "A folder, GGUF file, org/name or demo.", "-m", envvar="SPD_MODEL"
     )
-    device: str = _model_option("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _model_option(
+    device: str = model_option("auto", "DEVICE", "auto, cpu, cuda or cuda:N.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = model_option(
         "auto", "TYPE", "auto, bfloat16, float16 or float32."
     )
-    quantize: Literal["none", "int8", "int4"] = _model_option(
+    quantize: Literal["none", "int8", "int4"] = model_option(
         "none", "FORM", "int8, int4: round the layers' weights at load. Changes the text."
     )
-    activations: Literal["whole", "int8"] = _model_option(
+    activations: Literal["whole", "int8"] = model_option(
         "whole", "FORM", "int8: round activations too, on a CPU. Changes the text."
     )
     kernels: Literal["auto", "torch", "native", "triton"] = advanced_option(
@@ -277,7 +276,7 @@ class EngineOptions(ModelOptions):
     draft_max: int | None = main_option(None, "K", "Most draft tokens in a round.")
     adaptive: bool | None = None
     """An option of `generate` and `chat` alone: neither a server nor a check measures."""
-    verify: Literal["coupled", "rejection", "block"] = _model_option(
+    verify: Literal["coupled", "rejection", "block"] = model_option(
         "coupled", "RULE", "coupled: the same text; rejection, block: a text as likely."
     )
     graphs: Literal["auto", "on", "off"] = advanced_option(
@@ -294,7 +293,7 @@ class EngineOptions(ModelOptions):
 class RunOptions(EngineOptions):
     """Options of `generate`, `chat` and `serve`."""
 
-    ctx: int | None = _model_option(
+    ctx: int | None = model_option(
         None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size
     )
     memory_fraction: float = advanced_option(
@@ -335,7 +334,7 @@ class SamplingOptions:
 class ReplyOptions(SamplingOptions, RunOptions):
     """Options of `generate` and `chat`."""
 
-    adaptive: bool | None = _model_option(
+    adaptive: bool | None = model_option(
         None, None, "Adapt K to what is accepted.", "--adaptive/--no-adaptive"
     )
     template_arg: list[str] | None = input_option(
@@ -390,42 +389,6 @@ class GenerateOptions(ReplyOptions):
     concurrency: int | None = advanced_option(
         None, "N", "Lines of --jsonl at a time. Default: 8.", min=1, max=1024
     )
-
-
-SERVER_HELP = "A folder, GGUF file, org/name or demo; or http://HOST:PORT, a server."
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class VerifyOptions(ModelArgument, EngineOptions):
-    """The options of `spd verify`."""
-
-    adaptive: bool = False
-    model_argument: str | None = argument("MODEL", SERVER_HELP, None)
-    served_model: str | None = None
-    """The model's name at a server: --model where the argument is the server's address."""
-    against: str = main_option(
-        "spec=off",
-        "SETTING=…|URL",
-        "Compare with spec=off, lag=0, kernels=torch, slots=1 …; a server with another.",
-    )
-    toggle: str | None = main_option(
-        None,
-        "FIELD=ON/OFF",
-        "Of a server: what in a request's body switches speculation on and off.",
-    )
-    api_key: str | None = main_option(
-        None, "KEY", "Of a server. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
-    )
-    temperature: str = main_option("0,0.8", "T,…", "Sampling temperatures. Default: 0,0.8.")
-    max_tokens: int = main_option(64, "N", "Most tokens in a reply. Default: 64.", "-n", min=2)
-    tokens: int = main_option(
-        0, "N", "Repeat with new seeds until replies could hold N tokens.", min=0
-    )
-    concurrency: int = main_option(
-        1, "N", "Requests at a time. Default: 1; of a server alone and 4.", min=1, max=1024
-    )
-    json: bool = main_option(False, None, "Print the certificate as JSON.")
-    prompts: Path | None = _model_option(None, "FILE", "Your own, as for spd bench.")
 
 
 def parse_settings(assignments: Sequence[str], flag: str = "--set") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command class for Typer, with help in panels and names of other tools; value parsers."""
+"""Panels of options, names of other tools' options, and parsers of values; no Typer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-
-import typer
-from typer.core import TyperCommand
 
 from spd.errors import IncompatibleError, UsageError
 
@@ -112,62 +109,11 @@ def similar_options(name: str, options: Sequence[str]) -> list[str]:
     ]
 
 
-class Command(TyperCommand):
-    """A command of spd."""
+def bad_value(message: str) -> Exception:
+    """Return Typer's error for the value of an option."""
+    import typer  # slow to import, and only errors need it
 
-    def make_parser(self, ctx: Any) -> Any:
-        """Add the names of other tools as aliases of the command's options."""
-        parser = super().make_parser(ctx)
-        long_options = parser._long_opt
-        long_options |= {
-            foreign: long_options[ours]
-            for foreign, ours in FOREIGN_OPTIONS.items()
-            if ours in long_options
-        }
-        return parser
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; an option with an optional [VALUE] may stand alone.
-
-        Raises what `refuse_foreign_option` raises.
-        """
-        optional_value_params = [
-            p for p in self.params if p.param_type_name == "option" and (p.metavar or "")[:1] == "["
-        ]
-        optional_value_names = {name for param in optional_value_params for name in param.opts}
-        expanded_args: list[str] = []
-        for argument, next_argument in zip(args, [*args[1:], "-"], strict=False):
-            expanded_args.append(argument)
-            is_value = not next_argument.startswith("-") and "/" not in next_argument
-            if argument in optional_value_names and not is_value:  # a model follows, or an option
-                expanded_args.append("")
-        try:
-            return super().parse_args(ctx, expanded_args)
-        except Exception as error:
-            if type(error).__name__ == "NoSuchOption":
-                name = getattr(error, "option_name", "")
-                refuse_foreign_option(name)
-                options = getattr(error, "possibilities", ()) or ()
-                vars(error)["possibilities"] = similar_options(name, options)
-            raise
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section per panel."""
-        panels: dict[str, list[tuple[str, str] | None]] = {
-            ARGUMENTS_PANEL: [],
-            MAIN_PANEL: [],
-            INPUT_PANEL: [],
-        }
-        for param in self.get_params(ctx):
-            default_panel = ARGUMENTS_PANEL if param.param_type_name == "argument" else OUTPUT_PANEL
-            panel = getattr(param, "rich_help_panel", None) or default_panel
-            panels.setdefault(panel, []).append(param.get_help_record(ctx))
-        for panel in (OUTPUT_PANEL, ADVANCED_PANEL):
-            panels[panel] = panels.pop(panel, [])
-        for panel, records in panels.items():
-            if records:
-                with formatter.section(panel):
-                    formatter.write_dl(records)
+    return typer.BadParameter(message)
 
 
 def normalize_spec(text: str) -> str:
@@ -179,7 +125,7 @@ def parse_size(text: str) -> int:
     """Return a count such as 4096, 8k or 32K (k = 1024). Raises BadParameter."""
     match = re.fullmatch(r"([0-9]{1,12})([kK]?)", text.strip())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
+        raise bad_value(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")
     return int(match[1]) * (1024 if match[2] else 1)
 
 

@@ -17,7 +17,6 @@ from spd.cli.terminal.plain_text import CONTROL, escape_controls
 from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, to_json
 from spd.cli.terminal.streams import is_terminal, paint
-from spd.conversation.logprobs import logprob_entry
 from spd.conversation.notes import loop_note
 from spd.conversation.thinking import UNANSWERED, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
@@ -154,7 +153,7 @@ def _styled_lines(text: str, style: str) -> str:
     return "\n".join(paint(line, style, bool(style and line)) for line in text.split("\n"))
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class GenerateRun:
     """Runs the request of `spd generate`; writes text, or token ids if there is no tokenizer.
 
@@ -331,6 +330,8 @@ def reply_fields(
         "seed": params.seed,
     }
     if params.logprobs is not None:
+        from spd.conversation.logprobs import logprob_entry
+
         fields["logprobs"] = [logprob_entry(entry, engine.tokenizer) for entry in reply.logprobs]
     return fields
 

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions
 from spd.cli.prompt_input import read_grammar
 from spd.conversation.sampling import SamplingOptions, resolve_sampling
-from spd.conversation.settings import Settings
-from spd.conversation.thinking import thinking_budget
-from spd.conversation.vocabulary import open_vocabulary
 from spd.errors import SpdError, UsageError
 from spd.runtime.plan.config import EngineConfig
 
 if TYPE_CHECKING:
+    from spd.conversation.settings import Settings
     from spd.formats.folder import ModelFolder
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
@@ -77,6 +75,9 @@ ENGINE_OPTIONS = (
 
 def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> Settings:
     """Return the settings of a run from the model's small files; check all that needs no prompt."""
+    from spd.conversation.settings import Settings
+    from spd.conversation.thinking import thinking_budget
+    from spd.conversation.vocabulary import open_vocabulary
     from spd.formats.folder import ModelFolder
 
     folder = folder or ModelFolder.resolve(options.model)

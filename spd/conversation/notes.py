@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spd.conversation.prompt import SWITCH
-from spd.conversation.vocabulary import Vocabulary
-from spd.runtime import EngineInfo
-from spd.runtime.engine.request import Request, RequestOutput
+
+if TYPE_CHECKING:
+    from spd.conversation.vocabulary import Vocabulary
+    from spd.runtime import EngineInfo
+    from spd.runtime.engine.request import Request, RequestOutput
 
 LOOP_TOKENS = 200
 """Tokens at the end of a reply that are searched for a repetition."""

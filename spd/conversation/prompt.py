@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from spd.conversation.fill_in import fill_in_form, fill_in_ids
 from spd.conversation.messages import Message, for_template
-from spd.conversation.vocabulary import Vocabulary, check_ids
+from spd.conversation.token_ids import check_ids
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.thinking import (
     THINKING_SWITCHES,
@@ -19,6 +18,7 @@ from spd.formats.thinking import (
 )
 
 if TYPE_CHECKING:
+    from spd.conversation.vocabulary import Vocabulary
     from spd.formats.chat_template import ChatTemplate
     from spd.formats.tokenizer import Tokenizer
 
@@ -76,6 +76,8 @@ def _encode_raw(text: str, suffix: str | None, vocabulary: Vocabulary, context: 
     if suffix is None:
         ids = tokenizer.encode(text, parse_special=True, add_special=True)
         return ids or [_first_token(vocabulary)]
+    from spd.conversation.fill_in import fill_in_form, fill_in_ids
+
     form = fill_in_form(tokenizer)
     if form is None:
         message = (

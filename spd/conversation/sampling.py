@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.vocabulary import check_ids
+from spd.conversation.token_ids import check_ids
 from spd.errors import UsageError
 from spd.formats.names import GENERATION_FILE
 from spd.runtime.engine.request import SEED_BITS

@@ -10,7 +10,8 @@ from spd.conversation.prompt import Prompt, encode_prompt, leaves_thinking_open
 from spd.conversation.sampling import ResolvedSampling
 from spd.conversation.thinking import thinking_budget
 from spd.conversation.thinking_grammar import grammar_after_thinking
-from spd.conversation.vocabulary import Vocabulary, check_ids
+from spd.conversation.token_ids import check_ids
+from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError
 from spd.runtime.engine.request import GrammarSpec, Request
 from spd.runtime.plan.config import EngineConfig

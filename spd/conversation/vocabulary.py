@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from spd.errors import IncompatibleError, UsageError
+from spd.errors import IncompatibleError
 from spd.formats.hub import is_repository_name
 from spd.formats.thinking import (
     KNOWN_MARKS,
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 
 TAIL = 64
 """Tokens at the end of a prompt among which its last marks of thinking are searched."""
-
-
-def check_ids(ids: Sequence[int], vocab_size: int, flag: str) -> None:
-    """Raise UsageError for a token id that the vocabulary does not have."""
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            message = f"{flag}: token id {token_id} is not in the vocabulary"
-            raise UsageError(message, reason=[f"valid: 0 to {vocab_size - 1}"])
 
 
 @dataclass(frozen=True)

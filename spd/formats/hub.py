@@ -7,33 +7,23 @@ module of the package that reads the environment.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spd.errors import CheckpointError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.gguf.file_kind import is_gguf
 from spd.formats.json_file import Fields, abbreviate, display_text, list_folder, read_text
 from spd.formats.names import CONFIG_FILE
-from spd.formats.stores import (
-    HUB,
-    LLAMA_CPP,
-    LM_STUDIO,
-    OLLAMA,
-    Store,
-    StoredModel,
-    current_snapshot,
-    has_safetensors,
-    iterate_hub_cache,
-    iterate_llama_cpp,
-    iterate_lm_studio,
-    iterate_ollama,
-)
+from spd.formats.snapshots import current_snapshot, has_safetensors
+
+if TYPE_CHECKING:
+    from spd.formats.stores import Store, StoredModel
 
 ADAPTER = "adapter_config.json"
 REF_LIMIT = 1000  # bytes of a file that names the snapshot of a revision
@@ -74,6 +64,18 @@ def spd_cache_folder() -> Path:
 
 def model_stores() -> list[Store]:
     """Return the places where programs store models on this machine, the hub's cache first."""
+    from spd.formats.stores import (  # slow to import, and few models need it
+        HUB,
+        LLAMA_CPP,
+        LM_STUDIO,
+        OLLAMA,
+        Store,
+        iterate_hub_cache,
+        iterate_llama_cpp,
+        iterate_lm_studio,
+        iterate_ollama,
+    )
+
     home = Path("~").expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     caches = home / "Library/Caches" if sys.platform == "darwin" else caches
@@ -180,7 +182,9 @@ def find_stored_model(reference: str) -> StoredModel | None:
 
 def _not_stored(reference: str, name: str) -> NotFoundError:
     """Return the error for a name with a tag that no store has."""
-    matches = difflib.get_close_matches(reference, [model.name for model in list_models()], n=1)
+    from difflib import get_close_matches
+
+    matches = get_close_matches(reference, [model.name for model in list_models()], n=1)
     message = f"{reference}: no store on this machine has it"
     message += f": did you mean {matches[0]}?" if matches else ""
     pull = [f"spd pull {reference}"] if name.count("/") == 1 else []
@@ -189,6 +193,8 @@ def _not_stored(reference: str, name: str) -> NotFoundError:
 
 def list_models() -> list[StoredModel]:
     """Return every model in the stores of this machine, the hub's cache first."""
+    from spd.formats.stores import HUB, StoredModel
+
     stored = [model for store in model_stores() for model in store.models()]
     as_gguf = {alias for model in stored if model.store == HUB for alias in model.aliases}
     folders: list[StoredModel] = []
@@ -329,12 +335,14 @@ def _cached_snapshot(name: str) -> Path:
     with suppress(OSError):
         snapshots = sorted(os.listdir(folder / "snapshots"))
     if not snapshots:
+        from difflib import get_close_matches
+
         full_names = [*(model.name for model in list_models()), *DEMOS]
         short = {
             full_name.rpartition("/")[2].partition(":")[0].lower(): full_name
             for full_name in full_names
         }
-        matches = difflib.get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
+        matches = get_close_matches(name.rpartition("/")[2].lower(), short, n=1, cutoff=0.6)
         closest = short[matches[0]] if matches else None
         full_name = name if "/" in name else f"ORG/{name}"
         message = (

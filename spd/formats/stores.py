@@ -16,8 +16,9 @@ from pathlib import Path
 
 from spd.errors import CheckpointError
 from spd.formats.gguf.file_sets import SUFFIX, FileSet, file_sets
-from spd.formats.json_file import Fields, display_text, read_text
-from spd.formats.names import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from spd.formats.json_file import Fields, display_text
+from spd.formats.names import CONFIG_FILE
+from spd.formats.snapshots import current_snapshot, has_safetensors
 
 HUB = "Hugging Face"
 LLAMA_CPP = "llama.cpp"
@@ -129,23 +130,6 @@ def iterate_ollama(root: Path) -> Iterator[StoredModel]:
         parts = path.relative_to(manifests).parts
         if path.is_file():
             yield _read_ollama_model(root, path, parts)
-
-
-def current_snapshot(folder: Path) -> Path | None:
-    """Return the snapshot of `main` in a model's cached folder, else the only one, else None."""
-    main = ""
-    with suppress(CheckpointError):
-        main = read_text(folder / "refs" / "main", 1000).strip()
-    with suppress(OSError):
-        snapshots = sorted((folder / "snapshots").iterdir())
-        chosen = [snapshot for snapshot in snapshots if snapshot.name == main] or snapshots
-        return chosen[0] if len(chosen) == 1 else None
-    return None
-
-
-def has_safetensors(folder: Path) -> bool:
-    """True if a folder has weights in the files of a model folder."""
-    return (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 def _gguf_sizes(folder: Path, depth: int = 2) -> dict[str, int]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         references,
         without_descriptions,
     )
-    from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+    from spd.runtime.engine.metrics import RequestMetrics
     from spd.runtime.engine.request import Completion, Event, Request
     from spd.runtime.engine.schema_text import (
         check_size,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         is_satisfiable,
         usable_schema,
     )
+    from spd.runtime.engine.trace import RoundRecord
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.load.quantize import (
         int4_output_tensors,
@@ -56,7 +57,8 @@ _HOMES = {
         "references",
         "without_descriptions",
     ),
-    "engine.metrics": ("RequestMetrics", "RoundRecord"),
+    "engine.metrics": ("RequestMetrics",),
+    "engine.trace": ("RoundRecord",),
     "engine.request": ("Completion", "Event", "Request"),
     "engine.schema_text": (
         "check_size",

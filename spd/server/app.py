@@ -22,7 +22,7 @@ from spd.conversation.fields import (
 )
 from spd.conversation.prompt import encode_prompt
 from spd.conversation.settings import Settings
-from spd.conversation.vocabulary import check_ids
+from spd.conversation.token_ids import check_ids
 from spd.server.api_request import Generation, without_lines
 from spd.server.body import read_body
 from spd.server.chat_completions import ChatReply, read_chat

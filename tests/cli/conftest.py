@@ -23,8 +23,9 @@ from tokenizers import decoders, models, pre_tokenizers
 import spd.runtime
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.client import EngineInfo
-from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.request import Event, Request, TokenLogprob
+from spd.runtime.engine.trace import RoundRecord
 from tests.json_schema import faults_by_name
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command, get_group
 
 from spd.cli.chat.slash import Commands
-from spd.cli.commands import build_app, jsonl
+from spd.cli.commands import jsonl
 from spd.cli.options import merge_model_argument, parse_settings
 from spd.cli.parser import (
     ADVANCED_PANEL,
@@ -23,6 +23,7 @@ from spd.cli.parser import (
     refuse_foreign_option,
 )
 from spd.cli.run_settings import CONFLICTS, REQUIREMENTS
+from spd.cli.typer_app import build_app
 from spd.errors import UsageError
 from tests.cli.conftest import (
     SPECIALS,

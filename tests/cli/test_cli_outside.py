@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.main import get_group
 
-from spd.cli.commands import COMMANDS, build_app
+from spd.cli.commands import COMMANDS
+from spd.cli.typer_app import build_app
 from tests.cli.conftest import ROOT, command_words, edit_json
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 

@@ -16,9 +16,10 @@ from typer.main import get_command, get_group
 
 import spd
 from spd import errors
-from spd.cli.commands import COMMAND_TABLE, COMMANDS, build_app
+from spd.cli.commands import COMMAND_TABLE, COMMANDS
 from spd.cli.options import GenerateOptions
 from spd.cli.run_settings import plan_settings
+from spd.cli.typer_app import build_app
 from spd.formats.chat_template import TemplateProcess
 from spd.formats.folder import ModelFolder
 from tests.cli.conftest import ROOT, assert_refused

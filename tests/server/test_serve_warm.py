@@ -80,7 +80,10 @@ def server(home: Path) -> Iterator[int]:
 
 
 NOT_WARM = {"tokenizers", "spd.formats.model_config", "importlib.metadata", "secrets"}
-NOT_WARM |= {"hashlib", "logging", "spd.cli.terminal.bars"}
+NOT_WARM |= {"hashlib", "logging", "spd.cli.terminal.bars", "typer", "subprocess"}
+NOT_WARM |= {"difflib", "traceback", "spd.formats.stores", "spd.formats.gguf.file_sets"}
+NOT_WARM |= {f"spd.conversation.{name}" for name in ("fill_in", "logprobs", "vocabulary")}
+NOT_WARM |= {"spd.conversation.settings", "spd.runtime.engine.trace", "spd.cli.typer_app"}
 """What a prompt that a server answers does without: each takes milliseconds of the time to its
 first byte."""
 COMMANDS: list[list[str]] = [

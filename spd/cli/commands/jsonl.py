@@ -33,7 +33,7 @@ from spd.conversation.messages import check_messages, check_text
 from spd.conversation.prompt import Prompt
 from spd.conversation.sampling_fields import IDS, SAMPLING_FIELDS
 from spd.conversation.settings import PreparedRequest, Settings
-from spd.conversation.vocabulary import check_ids
+from spd.conversation.token_ids import check_ids
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.clock import now

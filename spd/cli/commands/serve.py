@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import typer
-
 from spd.cli.options import GenerateOptions, ModelArgument, RunOptions, main_option, option
+from spd.cli.parser import bad_value
 from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session, write_stderr_line
 from spd.cli.terminal.progress import loading
@@ -31,7 +30,7 @@ def parse_seconds(text: str) -> float:
     """Return a time such as 90, 90s, 15m or 2h in seconds. Raises BadParameter."""
     match = re.fullmatch(r"([0-9]{1,9})([smh]?)", text.strip())
     if match is None or not int(match[1]):
-        raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m or 2h")
+        raise bad_value(f"{text!r} is not a time such as 90s, 15m or 2h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 

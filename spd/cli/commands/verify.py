@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spd.cli.commands.bench import parse_temperatures, requested_prompts, split_list
-from spd.cli.options import VerifyOptions, is_url
+from spd.cli.commands.verify_options import VerifyOptions
+from spd.cli.options import is_url
 from spd.cli.parser import parse_value
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from spd.cli.commands.bench import parse_temperatures, requested_prompts
-from spd.cli.options import VerifyOptions, is_url
+from spd.cli.commands.verify_options import VerifyOptions
+from spd.cli.options import is_url
 from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.progress import Ticker

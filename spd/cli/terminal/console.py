@@ -28,7 +28,7 @@ DEFAULT_FIXES = {
 """The fix shown for an error that has none, by its code; other codes get the command's help."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Console:
     """The settings for messages on standard error, and the methods that write notes and details."""
 
@@ -53,7 +53,7 @@ class Console:
             write_stderr_line(text)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Session:
     """The context of a command: console, signal guard, and folders of state and sockets."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 import unicodedata
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
@@ -69,6 +68,8 @@ def _wrap_line(line: str, columns: int) -> str:
         return line
     label = _LABEL_PATTERN.match(line)
     indent = label.end() if label else len(line) - len(line.lstrip()) + 2
+    import textwrap  # few lines are wrapped
+
     hanging_indent = " " * (indent if indent <= columns // 3 else 2)
     return textwrap.fill(
         line,

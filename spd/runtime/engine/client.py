@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spd.runtime.round.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class EngineInfo:
     """The parts of an engine's plan that users of the engine read."""
 

@@ -23,12 +23,12 @@ from spd.runtime.engine.draft_fault import judge_drafts
 from spd.runtime.engine.draft_guide import guide_drafts
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
-from spd.runtime.engine.metrics import RequestMetrics, RoundRecord
+from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.page_table import PageTable, SnapshotPool
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import BUSY_PASSES, IDLE_PASSES, EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import FINISH_REASONS, NO_SLOT, RequestValidator, Sequence
-from spd.runtime.engine.trace import round_record
+from spd.runtime.engine.trace import RoundRecord, round_record
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.plan import make_plan

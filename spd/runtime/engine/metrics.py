@@ -1,4 +1,4 @@
-"""The metrics of a request, and the records of a trace. No torch here.
+"""The metrics of a request. No torch here.
 
 A step (round) is one forward of the target that verifies k >= 0 drafts. The first token comes from
 a round too, so completion_tokens = rounds + draft_n_accepted, less one where a draft ends the
@@ -14,30 +14,6 @@ BEFORE_FIRST_TOKEN = ("load_ms", "prompt_ms", "queue_ms", "first_token_ms")
 """The times up to the first token."""
 Fields: TypeAlias = "dict[str, int | float | str | list[int] | dict[str, int] | None]"
 """Metrics under the names of another program's JSON."""
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """One request's share of one round; `position` is that of the first drafted token."""
-
-    request: str
-    round: int
-    position: int
-    method: str
-    draft: list[int]
-    sampled: list[int]
-    accepted: int
-    committed: list[int]
-    ms: dict[str, float]
-    """Draft, verify, rest, and host, the gap between the round before and this one, by the device's clock."""
-    draft_forwards: int
-    k: int
-    """Drafts a slot that the round had room for; `draft` may hold fewer."""
-    match: int = 0
-    """Tokens of the match that prompt lookup took `draft` from.
-
-    0 where a model drafted, or nothing did.
-    """
 
 
 @dataclass(slots=True)

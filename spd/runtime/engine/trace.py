@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from spd.runtime.engine.metrics import RoundRecord
 
 if TYPE_CHECKING:
     from spd.kernels.round.commit import Emission
     from spd.runtime.engine.sequence import Sequence
     from spd.runtime.plan.plan import EnginePlan
     from spd.runtime.round.round_queue import RoundResult
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One request's share of one round; `position` is that of the first drafted token."""
+
+    request: str
+    round: int
+    position: int
+    method: str
+    draft: list[int]
+    sampled: list[int]
+    accepted: int
+    committed: list[int]
+    ms: dict[str, float]
+    """Draft, verify, rest, and host, the gap between the round before and this one, by the device's clock."""
+    draft_forwards: int
+    k: int
+    """Drafts a slot that the round had room for; `draft` may hold fewer."""
+    match: int = 0
+    """Tokens of the match that prompt lookup took `draft` from.
+
+    0 where a model drafted, or nothing did.
+    """
 
 
 def round_record(

@@ -18,7 +18,7 @@ from typing import Any
 
 from spd.errors import UsageError
 from spd.formats.files import LINES_LIMIT, read_input_text
-from spd.runtime.engine.metrics import RoundRecord
+from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.plan.config import MAX_DRAFT, METHODS, split_spec
 
 TRACE_SCHEMA = "spd.trace/1"

@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, TypedDict
 
 from spd.runtime.engine.driver import drive
-from spd.runtime.engine.metrics import RoundRecord
 from spd.runtime.engine.request import Request, RequestOutput
+from spd.runtime.engine.trace import RoundRecord
 
 if TYPE_CHECKING:
     from spd.runtime.engine.engine import Engine

@@ -154,8 +154,7 @@ def split_spec(spec: str) -> tuple[str, bool]:
     return method, bool(other)
 
 
-@dataclass(frozen=True)
-class Clash:
+class Clash(NamedTuple):
     """A combination of options that is refused, now or always, and the error that says so."""
 
     when: Callable[[EngineConfig], bool]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypedDict
 
 from spd.errors import EngineError
@@ -48,6 +47,8 @@ def torchrun_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 def connect_store() -> Store:
     """Return torchrun's store. Raises EngineError where it does not answer."""
+    from datetime import timedelta
+
     from torch.distributed.rendezvous import rendezvous
 
     from spd.runtime.ranks.c10d import c10d

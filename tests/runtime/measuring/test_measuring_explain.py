@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spd.errors import UsageError
-from spd.runtime.engine.metrics import RoundRecord
+from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.lab import explain
 from spd.runtime.lab.explain import (
     Trace,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spd.runtime.engine.metrics import RoundRecord
+from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.lab.load import Workload, per_position
 from spd.runtime.lab.rows import (
     Result,
