@@ -118,7 +118,7 @@ def test_other_text_is_a_failure(monkeypatch, drafts, kernels, verdict) -> None:
     def forged(reference: EngineConfig, candidate: EngineConfig, requests: Any) -> Replay:
         other = kernels if reference.kernels == "torch" else drafts
         difference: Any = {"prompt": "a"}
-        return Replay(({}, {"kernels": "native"}), 8, 4, [difference] * other)
+        return Replay(({}, {"kernels": "native"}), 8, 4, [difference] * other, None)
 
     monkeypatch.setattr(replay, "replay_requests", forged)
     finding = diagnostics.check_texts()
