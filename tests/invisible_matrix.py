@@ -163,6 +163,19 @@ OF_FAMILIES = (
     "gemma4/assistant",
     "gemma4_moe/assistant",
 )
+ROUNDED_CACHES = (
+    "draft",
+    "one",
+    "eagle",
+    BLOCKS[0],
+    "hybrid/mtp",
+    "gemma2/ngram",
+    "gemma3/draft",
+    "gemma4/assistant",
+    "gpt_oss/ngram",
+    "deepseek_v3/ngram",
+)
+"""Pairs for a cache in eight bits: windows, caps, shared layers, sinks and latents among them."""
 RECURRENT = ("hybrid/ngram", "hybrid/draft", "hybrid/mtp", "hybrid/mtp+ngram")
 
 # Settings of a run.
@@ -179,6 +192,9 @@ FORMS: dict[str, dict[str, Any]] = {
         "activations": "int8",
         "kernels": "torch",
     },
+    "kv8": {"dtype": "bfloat16", "kv": "int8"},
+    "kv8 float32": {"dtype": "float32", "kv": "int8"},
+    "kv8 torch": {"dtype": "float32", "kv": "int8", "kernels": "torch"},
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "torch": {"dtype": "float32", "kernels": "torch"},
@@ -338,6 +354,29 @@ CELLS = [
         lag=(0, 1),
         form=("bfloat16",),
         activations=("int8",),
+    ),
+    # A cache in eight bits: of every kind of attention, and of every drafter that has one.
+    *table(["few"], 1, name=ROUNDED_CACHES, k=(4,), lag=(0, 1), form=("kv8", "kv8 float32")),
+    *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=("kv8",), slots=(1, 3)),
+    *table(
+        ["some", "repeating"],
+        0,
+        name=(*METHODS, *HEADS, *BLOCKS, *ROUNDED_CACHES),
+        k=(1, 3, 8),
+        lag=LAGS,
+        form=("kv8", "kv8 float32"),
+        slots=(1, 4),
+    ),
+    *table(["few"], 0, name=ROUNDED_CACHES, k=(1, 4), lag=LAGS, form=("kv8 torch",), slots=(1, 3)),
+    *table(
+        ["mixed"],
+        0,
+        name=("draft", "one", "eagle", "hybrid/mtp", BLOCKS[0], "gemma4/assistant"),
+        k=(3,),
+        lag=LAGS,
+        form=("kv8",),
+        slots=(4,),
+        cache_pages=(6, 40),
     ),
     # Lookup besides a model, and numbers of drafts that change.
     *table(["repeating"], 1, name=MODEL_AND_LOOKUP, **CHANGING_DRAFTS),

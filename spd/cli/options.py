@@ -257,6 +257,9 @@ class ModelOptions(CommonOptions):
     activations: Literal["whole", "int8"] = model_option(
         "whole", "FORM", "int8: round activations too, on a CPU. Changes the text."
     )
+    kv: Literal["auto", "int8"] = model_option(
+        "auto", "FORM", "int8: the cache in 8 bits, on a CPU. Changes the text."
+    )
     kernels: Literal["auto", "torch", "native", "triton"] = advanced_option(
         "auto", "SET", "auto, torch, native or triton."
     )

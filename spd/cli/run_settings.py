@@ -58,6 +58,7 @@ ENGINE_OPTIONS = (
     "dtype",
     "quantize",
     "activations",
+    "kv",
     "spec",
     "draft_max",
     "adaptive",

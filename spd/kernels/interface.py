@@ -193,7 +193,9 @@ class Kernels(Protocol):
 
         qkv [T, (H + 2K) * D], D even: queries, keys, values. qk_weight [H + K, D]: scales of a norm
         of every head before the rotation. Pools are written in place; values that are not finite
-        are replaced (`replace_non_finite`), so that a faulty slot cannot affect another one.
+        are replaced (`replace_non_finite`), so that a faulty slot cannot affect another one. Pools
+        of codes take each head's keys and values rounded (`cache_rows.round_entries`); Triton's
+        form has none.
         """
         ...
 
@@ -211,7 +213,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Attend query [S, Q, H, D] to each slot's pages: [S, Q, H, D].
 
-        pools [pages, page, K, D], H a multiple of K. The plan comes from this set's
+        pools [pages, page, K, D], H a multiple of K. Of codes the sums are those of their numbers
+        (`cache_rows.widen_rows`) up to float32 rounding. The plan comes from this set's
         `plan_attention`. A row attends to the positions up to its own, or to `Windows.last`, that
         `causal_bias` does not mask; a slot without valid rows gives zeros. Q may be smaller than planned.
         """
@@ -225,11 +228,13 @@ class Kernels(Protocol):
         norm: Tensor,
         epsilon: float,
         pages: Tensor,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate latent [T, L + R] into the pages; return query [T, H, R] rotated.
 
         norm [L]: scales of the latent part's norm. pages [P, page, L + R] are written in place, as
-        in `rotary_store`. Of rows that share a cache slot any one is stored.
+        in `rotary_store`. Of rows that share a cache slot any one is stored. scales float16 [P,
+        page, 2], written in place where pages are codes: of the latent part and of the rotated one.
         """
         ...
 
@@ -238,12 +243,19 @@ class Kernels(Protocol):
         ...
 
     def mla_attention(
-        self, query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
+        self,
+        query: Tensor,
+        pages: Tensor,
+        plan: AttentionPlan,
+        rank: int,
+        scale: float,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Attend query [S, Q, H, L + R] to pages [P, page, L + R]: [S, Q, H, L], L = rank.
 
-        The plan is that of `plan_attention` for one key head of size L + R; a row attends to the
-        positions up to its own. Source: DeepSeek-V2 (2405.04434), section 2.1.
+        scales: of pages that are codes, as in `latent_store`. The plan is that of `plan_attention`
+        for one key head of size L + R; a row attends to the positions up to its own. Source:
+        DeepSeek-V2 (2405.04434), section 2.1.
         """
         ...
 

@@ -82,10 +82,10 @@ def to_native_pages(pool: Tensor, values: bool) -> Tensor:
     return kept.view(pool.shape)
 
 
-def from_native_pages(pool: Tensor, values: bool) -> Tensor:
-    """Return pages [N, page, K, D] of what `to_native_pages` returns."""
+def from_native_pages(pool: Tensor, values: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Return pages [N, page, K, D] of what `to_native_pages` returns, or of codes of a dtype."""
     page, heads, size = pool.shape[1:]
-    places = entry_places(page, size, pool.dtype, values)
+    places = entry_places(page, size, dtype or pool.dtype, values)
     entries = pool.view(len(pool), heads, page * size)[..., places.flatten()]
     return entries.view(len(pool), heads, page, size).transpose(1, 2)
 

@@ -77,6 +77,7 @@ SHARED_FIELDS = (
     "dtype",
     "quantize",
     "activations",
+    "kv",
     "kernels",
     "memory_fraction",
     "threads",

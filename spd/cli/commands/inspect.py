@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spd.formats.folder import ModelFolder
     from spd.formats.model_config import ModelConfig
     from spd.runtime import Drafter, EnginePlan
+    from spd.runtime.plan.memory import EngineShape
 
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Context lengths whose memory is reported, up to the model's maximum."""
@@ -85,8 +86,8 @@ def inspect(session: Session, options: InspectOptions) -> None:
 
 def describe(name: str, folder: ModelFolder) -> Facts:
     """Return the JSON object of one model folder. Raises CheckpointError."""
-    from spd.runtime import DTYPE_BYTES, unused_tensors
-    from spd.runtime.plan.memory import position_size, state_bytes
+    from spd.runtime import unused_tensors
+    from spd.runtime.plan.memory import position_bytes, state_bytes
 
     config = folder.config  # before the weights: a folder that is no model fails here first
     checkpoint = folder.checkpoint
@@ -113,7 +114,8 @@ def describe(name: str, folder: ModelFolder) -> Facts:
         "gguf": None if folder.gguf is None else folder.gguf.describe(),
         "mtp": mtp_facts(folder),
         "head": head_facts(config),
-        "kv_bytes_per_token": Size(position_size(config) * DTYPE_BYTES[config.dtype]),
+        "kv_bytes_per_token": Size(position_bytes(config, config.dtype)),
+        "kv_int8_bytes_per_token": Size(position_bytes(config, "int8")),
         "state_bytes_per_slot": Size(state_bytes(config)),
         "vocabulary": {
             "size": config.vocab_size,
@@ -282,11 +284,11 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     usage = measure(shape)
     usable = plan.memory_budget_bytes
     max_positions = full_shape.target.max_positions
-    totals = {}
+    contexts = []
     for ctx in sorted({shape.ctx, max_positions, *(n for n in CONTEXTS if n < max_positions)}):
         # The drafter's context is as long as the target's, or as its model allows.
         unlimited = replace(full_shape, draft_ctx=draft_context(full_shape.draft, ctx))
-        totals[ctx] = measure(at_context(unlimited, ctx)).total
+        contexts.append(context_facts(at_context(unlimited, ctx), usable))
     return {
         "ctx": shape.ctx,
         "total": Size(usage.total),
@@ -305,7 +307,17 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
         "usable": Size(usable),
         "fits": fits,
         "forms": quantized_forms(config, plan),
-        "contexts": [
-            {"ctx": n, "total": Size(size), "fits": size <= usable} for n, size in totals.items()
-        ],
+        "contexts": contexts,
     }
+
+
+def context_facts(shape: EngineShape, usable: int) -> Facts:
+    """Return the memory of a shape at its context, and with --kv int8 where it can have that."""
+    from spd.runtime.plan.memory import measure
+
+    total = measure(shape).total
+    facts: Facts = {"ctx": shape.ctx, "total": Size(total), "fits": total <= usable}
+    if shape.kernels != "triton":
+        rounded = measure(replace(shape, rounds_cache=True)).total
+        facts |= {"total_kv_int8": Size(rounded), "fits_kv_int8": rounded <= usable}
+    return facts

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.kernels.attention.attention_chunks import KV_BLOCK
+from spd.kernels.attention.cache_rows import widen_rows
 from spd.kernels.attention.rotary_store import Pools, is_known_finite
 
 KV_PART = KV_BLOCK // 4
@@ -137,7 +138,7 @@ def causal_bias(
 
 
 def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
-    """Return keys or values of `count` pages in order as [1, K, count * page, D].
+    """Return keys or values of `count` pages in order as [1, K, count * page, D], scales with D = 1.
 
     run: the first page's number where the pages are consecutive (a view of the contiguous pool,
     without a copy), or the numbers of all of them, int64 [count].
@@ -148,6 +149,24 @@ def gather_pages(pages: Tensor, run: int | Tensor, count: int) -> Tensor:
     shape = (1, heads, count * page_size, size)
     strides = (0, size, heads * size, 1)
     return pages.as_strided(shape, strides, pages.storage_offset() + run * pages.stride(0))
+
+
+def read_entries(
+    pools: Pools, run: int | Tensor, count: int, rank: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values of `count` pages as in `gather_pages`.
+
+    Those of a cache in eight bits are float32. rank: of latents, whose scales are [P, page, K, 2];
+    see `widen_rows`.
+    """
+    entries = [
+        gather_pages(pages if pages.dim() == 4 else pages.unsqueeze(-1), run, count)
+        for pages in pools
+    ]
+    if len(entries) == 2:
+        return entries[0], entries[1]
+    keys, values, key_scales, value_scales = entries
+    return widen_rows(keys, key_scales, rank), widen_rows(values, value_scales, rank)
 
 
 def plan_attention(
@@ -198,9 +217,16 @@ def first_visible(positions: Tensor, context: int, sliding: int | None) -> int:
 
 
 def paged_attention(
-    query: Tensor, pools: Pools, plan: AttentionPlan, params: AttentionParams
+    query: Tensor,
+    pools: Pools,
+    plan: AttentionPlan,
+    params: AttentionParams,
+    rank: int | None = None,
 ) -> Tensor:
-    """Compute `Kernels.paged_attention` by torch."""
+    """Compute `Kernels.paged_attention` by torch.
+
+    rank: of latents in eight bits; see `read_entries`.
+    """
     assert isinstance(plan, MaskPlan)
     slots, query_width, heads, size = query.shape
     width = plan.width
@@ -219,7 +245,7 @@ def paged_attention(
             continue
         count = mask.bias.shape[-1] // page_size
         run = plan.page_table[s, mask.first : mask.first + count] if mask.run is None else mask.run
-        keys, values = (gather_pages(pages, run, count) for pages in pools)
+        keys, values = read_entries(pools, run, count, rank)
         outputs.append(attend(slot_query, keys, values, mask.bias, params))
     mixed = outputs[0] if slots == 1 else torch.cat(outputs)
     mixed = mixed.view(slots, kv_heads, groups, width, size).permute(0, 3, 1, 2, 4)
@@ -236,7 +262,8 @@ def attend(
     NaN keys are replaced by zeros, and rows that attend to one are filled with NaN.
     """
     run: Callable[[Tensor, Tensor], Tensor]
-    if params.softcap is None and params.sinks is None:
+    is_widened = keys.dtype != query.dtype
+    if params.softcap is None and params.sinks is None and not is_widened:
         run = partial(F.scaled_dot_product_attention, query, attn_mask=bias, scale=params.scale)
     else:
         run = partial(capped_attention, query, bias=bias, params=params)

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spd.kernels.attention.cache_rows import round_entries
 from spd.kernels.linear.norm_gate import rms_norm
 
-Pools = tuple[Tensor, Tensor]
-"""Keys and values of all pages, [P, page, K, D] each."""
+Pools = tuple[Tensor, ...]
+"""Keys and values of all pages, [P, page, K, D] each.
+
+With a cache in eight bits both are codes int8, and their scales follow, float16 [P, page, K] each.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,11 @@ def store_kv(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
     """Write key and value [T, K, D] to positions slots [T] of the pools, in place.
 
     A slot is page * page_size + offset. Rows that must not be stored have a slot of the trash page.
-    Of rows that share a slot any one is stored. See `replace_non_finite`.
+    Of rows that share a slot any one is stored. See `replace_non_finite` and `round_entries`.
     """
-    for pool, rows in zip(pools, replace_non_finite(key, value), strict=True):
+    is_rounded = pools[0].dtype == torch.int8
+    entries = round_entries(key, value) if is_rounded else replace_non_finite(key, value)
+    for pool, rows in zip(pools, entries, strict=True):
         pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)
 
 

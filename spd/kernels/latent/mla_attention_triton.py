@@ -318,12 +318,19 @@ def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, in
 
 
 def latent_store(
-    query: Tensor, latent: Tensor, rows: RotatedRows, norm: Tensor, epsilon: float, pages: Tensor
+    query: Tensor,
+    latent: Tensor,
+    rows: RotatedRows,
+    norm: Tensor,
+    epsilon: float,
+    pages: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Launch `Kernels.latent_store`.
 
-    The last strides of query and latent are 1, positions are not None.
+    The last strides of query and latent are 1, positions are not None, pages are not rounded.
     """
+    assert scales is None
     assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
     count, heads, size = query.shape
     rank = norm.shape[0]
@@ -390,9 +397,18 @@ def _shape_constants(query: Tensor, page_size: int, rank: int) -> dict[str, int]
 
 
 def mla_attention(
-    query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
+    query: Tensor,
+    pages: Tensor,
+    plan: AttentionPlan,
+    rank: int,
+    scale: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """Launch `Kernels.mla_attention`, with a plan of `paged_attention_triton`."""
+    """Launch `Kernels.mla_attention`, with a plan of `paged_attention_triton`.
+
+    Pages are not rounded.
+    """
+    assert scales is None
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], pages, plan, rank, scale)[None]
     assert isinstance(plan, SplitPlan)

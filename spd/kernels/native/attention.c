@@ -1,6 +1,7 @@
 /* Attention over pages. */
 
 #include "attention_sums.h"
+#include "cache_codes.h"
 #include "page_layout.h"
 
 #include <stddef.h>
@@ -13,6 +14,7 @@ typedef struct {
     element *out;
     const float *sinks;
     char *partial;
+    const uint16_t *key_scales, *value_scales;
     long room, slots, width, heads, kv_heads, size, value_size, page, table_width, first_key, sliding;
     float scale, softcap;
 } Attention;
@@ -22,11 +24,12 @@ enum { LONGEST = 8, SMALL_SECTION = 2 * KEYS, SMALL_UNTIL = 4096, LARGE_SECTION 
 
 /* Rows that share a KV head's keys, at most 16; copies of 32 keys and of KEYS values that do not lie in tiles. */
 typedef struct {
-    Left query[SIDE * LARGEST_HEAD] __attribute__((aligned(64)));
+    Left query[SIDE * (LARGEST_HEAD + DEPTH)] __attribute__((aligned(64)));
     Left weights[SIDE * KEYS] __attribute__((aligned(64)));
     float scores[STEPS][SIDE][DEPTH] __attribute__((aligned(64)));
     float part[BLOCKS][SIDE][DEPTH] __attribute__((aligned(64)));
-    element keys[DEPTH * LARGEST_HEAD] __attribute__((aligned(64)));
+    float by_value[KEYS] __attribute__((aligned(64))); /* scales of a chunk's values in eight bits */
+    element keys[DEPTH * (LARGEST_HEAD + DEPTH)] __attribute__((aligned(64)));
     element values[KEYS * LARGEST_HEAD] __attribute__((aligned(64)));
     Sums *section, own, all;
     float kept[SIDE]; /* what earlier sums of a section count for now */
@@ -50,7 +53,14 @@ typedef struct {
 static inline long value_blocks(const Attention *a) { return parts(a->value_size, DEPTH); }
 
 /* A latent is a key, and its first elements are the value. */
-static inline int tiled(const Attention *a) { return in_tiles(a->size) && a->keys != a->values; }
+static inline int is_latent(const Attention *a) { return a->keys == a->values; }
+static inline int tiled(const Attention *a) { return in_tiles(a->size) && !is_latent(a); }
+
+/* Whether keys and values are codes. A latent's two parts have a scale each, and begin at whole steps of the product. */
+static inline int in_codes(const Attention *a) { return a->key_scales != 0; }
+static inline long first_part(const Attention *a) { return in_codes(a) && is_latent(a) ? a->value_size : a->size; }
+static inline long first_steps(const Attention *a) { return parts(first_part(a), DEPTH); }
+static inline long key_steps(const Attention *a) { return first_steps(a) + parts(a->size - first_part(a), DEPTH); }
 
 static inline long page_of(const Attention *a, const Chunk *c, long key)
 {
@@ -131,29 +141,92 @@ static void fetch(const Attention *a, const element *pool, const Chunk *c, long 
     for (long i = 0; i < DEPTH * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* scores [rows][32] of 32 keys in tiles, of heads longer than 256 in parts, which are added up. Tiles from `ahead` on
-   are asked for, as many, where it is given. */
-static void score_keys(const Block *b, const element *keys, long steps, int rows, const element *ahead, float *scores)
+static inline const int8_t *codes_of(const void *pool) { return (const int8_t *)pool; }
+
+/* scores [rows][32] of 32 keys in tiles by steps `begin` to `end` of `steps`, of more than 256 elements in parts, which
+   are added up. Tiles from `ahead` on are asked for, as many, where it is given. coded: keys are codes. */
+INLINE void score_keys(const Block *b, const void *keys, const int coded, long begin, long end, long steps, int rows,
+    const void *ahead, float *scores)
 {
     float part[SIDE * DEPTH] __attribute__((aligned(64)));
-    for (long s = 0, count; s < steps; s += count) {
-        count = steps - s < LONGEST ? steps - s : LONGEST;
-        block_product(b->query + s * LEFT_STEP, steps * TILE, 1, rows, keys + s * 2 * TILE, count, 1,
-            (ahead ? ahead : keys) + s * 2 * TILE, ahead ? 2 * SIDE : 0, s ? part : scores);
-        for (int i = 0; s && i < rows * DEPTH; i += SIDE)
+    const long lines = ahead ? 2 * SIDE : 0;
+    for (long s = begin, count; s < end; s += count) {
+        const long at = s * 2 * TILE, apart = steps * TILE;
+        float *to = s > begin ? part : scores;
+        count = end - s < LONGEST ? end - s : LONGEST;
+        if (coded)
+            cached_product(b->query + s * LEFT_STEP, apart, rows, codes_of(keys) + at, count, 1,
+                codes_of(ahead ? ahead : keys) + at, lines, to);
+        else
+            block_product(b->query + s * LEFT_STEP, apart, 1, rows, (const element *)keys + at, count, 1,
+                (const element *)(ahead ? ahead : keys) + at, lines, to);
+        for (int i = 0; s > begin && i < rows * DEPTH; i += SIDE)
             storef(scores + i, SIDE, vadd(loadf(scores + i, SIDE), loadf(part + i, SIDE)));
     }
+}
+
+/* Keys `at` to `at + 31` of a chunk in eight bits that do not lie in tiles, as tiles of elements, without scales. */
+static const element *widen_keys(const Attention *a, Block *b, const Chunk *c, long at)
+{
+    long size = a->size, first = first_part(a);
+    const int8_t *codes = codes_of(a->keys) + page_of(a, c, at) + at % a->page * size;
+    for (long k = 0; k < DEPTH && at + k < c->end; k++) {
+        element key[LARGEST_HEAD];
+        widen_row(key, codes + k * size, size);
+        place_key(b->keys, k, key, first);
+        place_key(b->keys + first_steps(a) * 2 * TILE, k, key + first, size - first);
+    }
+    return b->keys;
+}
+
+/* The scales of 32 keys or values of a chunk from key `at` on: one for each, or the first or second of its two parts. */
+static void take_scales(const Attention *a, const uint16_t *scales, const Chunk *c, long at, int part, float *to)
+{
+    long first = page_of(a, c, at) / a->size + at % a->page;
+    for (int i = 0; i < DEPTH; i += SIDE)
+        if (!is_latent(a)) storef(to + i, SIDE, of_halves(scales + first + i, SIDE));
+        else for (int k = i; k < i + SIDE; k++) to[k] = of_half(scales[2 * (first + k) + part]);
+}
+
+/* scores [rows][32] of 32 keys in eight bits: products of codes, times their scales. The next chunk's are asked for. */
+static void score_codes(const Attention *a, Block *b, const Chunk *c, const Chunk *next, long at, int rows, float *scores)
+{
+    float by[DEPTH], rest[SIDE * DEPTH] __attribute__((aligned(64)));
+    long first = first_steps(a), steps = key_steps(a), other = next->at + at - c->at;
+    const int8_t *ahead = 0;
+    if (other < next->end) ahead = codes_of(a->keys) + page_of(a, next, other) + other % a->page * a->size;
+    const element *wide = 0;
+    if (tiled(a)) {
+        const int8_t *codes = codes_of(a->keys) + page_of(a, c, at) + at % a->page * a->size;
+        score_keys(b, codes, 1, 0, steps, steps, rows, ahead, scores);
+    } else {
+        for (long i = 0; ahead && i < DEPTH * a->size; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+        wide = widen_keys(a, b, c, at);
+        score_keys(b, wide, 0, 0, first, steps, rows, 0, scores);
+    }
+    take_scales(a, a->key_scales, c, at, 0, by);
+    for (int i = 0; i < rows * DEPTH; i += SIDE)
+        storef(scores + i, SIDE, vmul(loadf(scores + i, SIDE), loadf(by + i % DEPTH, SIDE)));
+    if (first == steps) return;
+    score_keys(b, wide, 0, first, steps, steps, rows, 0, rest);
+    take_scales(a, a->key_scales, c, at, 1, by);
+    for (int i = 0; i < rows * DEPTH; i += SIDE)
+        storef(scores + i, SIDE, vfma(loadf(rest + i, SIDE), loadf(by + i % DEPTH, SIDE), loadf(scores + i, SIDE)));
 }
 
 /* scores of a chunk's keys as they come from the product; the next chunk's keys are asked for. */
 static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
 {
-    for (long k = 0; k < KEYS; k += DEPTH) {
+    for (long k = 0; in_codes(a) && c->at + k < c->end; k += DEPTH) {
+        score_codes(a, b, c, next, c->at + k, rows, b->scores[k / DEPTH][0]);
+        take_scales(a, a->value_scales, c, c->at + k, 0, b->by_value + k);
+    }
+    for (long k = 0; k < KEYS && !in_codes(a); k += DEPTH) {
         int ahead = tiled(a) && c->at + k < c->end && next->at + k < next->end;
         if (!ahead) fetch(a, a->keys, next, next->at + k);
         if (!tiled(a) && a->values != a->keys) fetch(a, a->values, next, next->at + k);
         if (c->at + k < c->end)
-            score_keys(b, take_keys(a, b, c, c->at + k), parts(a->size, DEPTH), rows,
+            score_keys(b, take_keys(a, b, c, c->at + k), 0, 0, key_steps(a), key_steps(a), rows,
                 ahead ? take_keys(a, b, next, next->at + k) : 0, b->scores[k / DEPTH][0]);
     }
 }
@@ -190,8 +263,14 @@ static inline float top_score(const Attention *a, Block *b, int row, const Chunk
     return vtop(top);
 }
 
-/* One row's scores to weights 2^(factor score - peak); returns their sum. */
-static inline float row_weights(Block *b, int row, const Chunk *c, long count, float factor, float peak)
+static inline vec by_scale(const Block *b, long sixteen, vec weights, int scaled)
+{
+    return scaled ? vmul(weights, loadf(b->by_value + sixteen * SIDE, SIDE)) : weights;
+}
+
+/* One row's scores to weights 2^(factor score - peak); returns their sum. Weights of values in eight bits are multiplied
+   by the values' scales. */
+INLINE float row_weights(Block *b, int row, const Chunk *c, long count, float factor, float peak, const int scaled)
 {
     const vec nothing = vall(-__builtin_inff()), by = vall(factor), lower = vall(peak == -__builtin_inff() ? 0 : -peak);
     Left *weights = b->weights + left_row(row, STEPS);
@@ -199,7 +278,7 @@ static inline float row_weights(Block *b, int row, const Chunk *c, long count, f
     if (whole(b, row, c) && peak != -__builtin_inff()) {
         for (long i = 0; i < KEYS / SIDE; i++) {
             vec w = power_of_two(vfma(loadf(b->scores[i / 2][row] + i % 2 * SIDE, SIDE), by, lower));
-            left_weights(weights + i / 2 * LEFT_STEP + i % 2 * SIDE, w);
+            left_weights(weights + i / 2 * LEFT_STEP + i % 2 * SIDE, by_scale(b, i, w, scaled));
             total = vadd(total, w);
         }
         return vsum(total);
@@ -207,7 +286,7 @@ static inline float row_weights(Block *b, int row, const Chunk *c, long count, f
     for (long i = 0; i < count; i++) {
         vec s = loadf(b->scores[i / 2][row] + i % 2 * SIDE, SIDE);
         vec w = vselect(vdiffers(s, nothing), power_of_two(vfma(s, by, lower)), vzero());
-        left_weights(weights + i / 2 * LEFT_STEP + i % 2 * SIDE, w);
+        left_weights(weights + i / 2 * LEFT_STEP + i % 2 * SIDE, by_scale(b, i, w, scaled));
         total = vadd(total, w);
     }
     return vsum(total);
@@ -222,7 +301,9 @@ static void weigh(const Attention *a, Block *b, const Chunk *c, int rows)
     for (int r = 0; r < rows; r++) top[r] = top_score(a, b, r, c, count) * factor;
     vec before = loadf(sums->peak, SIDE), peak = vmax(loadf(top, SIDE), before), kept = share_of(before, peak);
     storef(sums->peak, SIDE, peak);
-    for (int r = 0; r < rows; r++) sum[r] = row_weights(b, r, c, count, factor, sums->peak[r]);
+    for (int r = 0; r < rows; r++)
+        sum[r] = in_codes(a) ? row_weights(b, r, c, count, factor, sums->peak[r], 1)
+                             : row_weights(b, r, c, count, factor, sums->peak[r], 0);
     storef(b->kept, SIDE, kept);
     storef(sums->total, SIDE, vadd(vmul(loadf(sums->total, SIDE), kept), loadf(sum, SIDE)));
 }
@@ -247,17 +328,45 @@ static int mix(const Attention *a, Block *b, const Values *v, const Values *next
     return !any_nan(rest);
 }
 
+/* The rows' weights of a chunk's keys times its values in eight bits, to b->part. The next chunk's are asked for. */
+static void mix_codes(const Attention *a, Block *b, const Chunk *c, const Chunk *next, long steps, int rows)
+{
+    long run = a->page < KEYS ? a->page / DEPTH : STEPS, page = a->page, size = a->size;
+    for (long k = 0; !tiled(a) && k < steps * DEPTH; k++) {
+        element value[LARGEST_HEAD] = {0};
+        long key = c->at + k;
+        if (key < c->end) widen_row(value, codes_of(a->values) + page_of(a, c, key) + key % page * size, a->value_size);
+        place_value(b->values, KEYS * DEPTH, k, value, a->value_size);
+    }
+    for (long block = 0; block < value_blocks(a) && !tiled(a); block++) {
+        const element *own = b->values + block * KEYS * DEPTH;
+        block_product(b->weights, STEPS * TILE, 1, rows, own, steps, 1, own, 0, b->part[block][0]);
+    }
+    for (long s = 0; s < steps && tiled(a); s += run) {
+        long at = c->at + s * DEPTH, other = next->at + s * DEPTH, count = steps - s < run ? steps - s : run;
+        const int8_t *codes = codes_of(a->values) + page_of(a, c, at) + at % page * DEPTH, *ahead = 0;
+        if (other < next->end) ahead = codes_of(a->values) + page_of(a, next, other) + other % page * DEPTH;
+        for (long block = 0; block < value_blocks(a); block++, codes += page * DEPTH, ahead += ahead ? page * DEPTH : 0)
+            cached_product(b->weights + s * LEFT_STEP, STEPS * TILE, rows, codes, count, s == 0, ahead ? ahead : codes,
+                ahead ? 2 * SIDE : 0, b->part[block][0]);
+    }
+}
+
 /* The values of one chunk into the section's sums.
 
    Values that are not finite count as 0, since rows that do not see them multiply them by 0. */
 static void mix_chunk(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
 {
-    const Values own = take_values(a, b, c), ahead = tiled(a) ? tiled_values(a, next) : (Values){0};
     long steps = parts(c->end - c->at, DEPTH);
-    int finite = mix(a, b, &own, &ahead, steps, rows);
-    if (!finite) {
-        const Values clean = clean_values(a, b, c, &own);
-        mix(a, b, &clean, &ahead, steps, rows);
+    int finite = 1;
+    if (in_codes(a)) mix_codes(a, b, c, next, steps, rows); /* numbers of codes are finite */
+    else {
+        const Values own = take_values(a, b, c), ahead = tiled(a) ? tiled_values(a, next) : (Values){0};
+        finite = mix(a, b, &own, &ahead, steps, rows);
+        if (!finite) {
+            const Values clean = clean_values(a, b, c, &own);
+            mix(a, b, &clean, &ahead, steps, rows);
+        }
     }
     for (long block = 0; block < value_blocks(a); block++)
         for (int i = 0; i < rows * DEPTH; i += SIDE) {
@@ -329,14 +438,17 @@ static Chunk chunk_of(const Attention *a, const Unit *u, long at)
 
 static void take_rows(const Attention *a, Block *b, const Unit *u)
 {
-    long groups = a->heads / a->kv_heads, steps = parts(a->size, DEPTH);
+    long groups = a->heads / a->kv_heads, steps = key_steps(a), first = first_part(a);
     for (int r = 0; r < u->rows; r++) {
         long row = u->first + r;
         const element *from = a->query + ((u->slot * a->width + row / groups) * a->heads + u->head * groups + row % groups) * a->size;
         Left *to = b->query + left_row(r, steps);
         b->last[r] = (int32_t)last_key(a, u, row), b->low[r] = (int32_t)lowest(a, position(a, u, row));
-        for (long d = 0; d < steps * DEPTH; d += SIDE)
-            left_copy(to + d / DEPTH * LEFT_STEP + d % DEPTH, from + d, a->size - d);
+        for (long d = 0; d < first_steps(a) * DEPTH; d += SIDE)
+            left_copy(to + d / DEPTH * LEFT_STEP + d % DEPTH, from + d, first - d);
+        to += first_steps(a) * LEFT_STEP;
+        for (long d = 0; d < (steps - first_steps(a)) * DEPTH; d += SIDE)
+            left_copy(to + d / DEPTH * LEFT_STEP + d % DEPTH, from + first + d, a->size - first - d);
     }
 }
 

@@ -90,7 +90,8 @@ class NativeKernels(NativeRounds):
         count = qkv.shape[0]
         page, kv_heads, size = pools[0].shape[1:]
         query = torch.empty(count, num_heads, size, dtype=self.dtype)
-        keys, values = pools
+        keys, values, *scales = pools
+        key_scales, value_scales = scales or (None, None)
         self.call_threads(
             "rotary_store",
             qkv,
@@ -101,6 +102,8 @@ class NativeKernels(NativeRounds):
             qk_weight,
             keys,
             values,
+            key_scales,
+            value_scales,
             query,
             count,
             num_heads,
@@ -138,7 +141,8 @@ class NativeKernels(NativeRounds):
         assert isinstance(plan, NativePlan)
         page, kv_heads, size = pools[0].shape[1:]
         table = plan.page_table
-        keys, values = pools
+        keys, values, *scales = pools
+        key_scales, value_scales = scales or (None, None)
         query = query.contiguous()
         out = torch.empty(*query.shape[:3], rank or size, dtype=self.dtype)
         partial_bytes = self._partial_bytes(query, kv_heads, rank or size, page * table.shape[1])
@@ -153,6 +157,8 @@ class NativeKernels(NativeRounds):
             out,
             params.sinks,
             self.scratch_address(ceil_div(partial_bytes, TILE_BYTES)),
+            key_scales,
+            value_scales,
             partial_bytes,
             *query.shape[:3],
             kv_heads,
@@ -190,12 +196,13 @@ class NativeKernels(NativeRounds):
         norm: Tensor,
         epsilon: float,
         pages: Tensor,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Compute `Kernels.latent_store` by C; positions are not None."""
         assert rows.positions is not None and query.stride(2) == latent.stride(1) == 1
         count, heads, size = query.shape
         out = torch.empty(query.shape, dtype=self.dtype)
-        scales = norm.float()
+        factors = norm.float()
         self.call_threads(
             "latent_store",
             query,
@@ -204,8 +211,9 @@ class NativeKernels(NativeRounds):
             rows.sin,
             rows.positions,
             rows.kv_slots,
-            scales,
+            factors,
             pages,
+            scales,
             out,
             count,
             heads,
@@ -219,11 +227,18 @@ class NativeKernels(NativeRounds):
         return out
 
     def mla_attention(
-        self, query: Tensor, pages: Tensor, plan: AttentionPlan, rank: int, scale: float
+        self,
+        query: Tensor,
+        pages: Tensor,
+        plan: AttentionPlan,
+        rank: int,
+        scale: float,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Compute `Kernels.mla_attention` by `paged_attention`."""
         pool = pages.unsqueeze(2)
-        return self.paged_attention(query, (pool, pool), plan, AttentionParams(scale), rank)
+        pools: Pools = (pool, pool) if scales is None else (pool, pool, scales, scales)
+        return self.paged_attention(query, pools, plan, AttentionParams(scale), rank)
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Compute `Kernels.router_logits` by C, in one part."""

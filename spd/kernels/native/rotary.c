@@ -1,5 +1,6 @@
 /* What lies between a layer's first product and attention: rotation and the cache write. */
 
+#include "cache_codes.h"
 #include "page_layout.h"
 
 /* One head x [size], normed by `norm` where that is given, rotated by cos and sin [size], to out. */
@@ -25,10 +26,47 @@ typedef struct {
     const element *query, *cos, *sin;
     const int64_t *positions, *places;
     const float *norm;
-    element *keys, *values, *out;
+    void *keys, *values;
+    uint16_t *key_scales, *value_scales;
+    element *out;
     long rows, heads, kv_heads, size, page;
     float epsilon;
 } Rotation;
+
+/* One key and value of a head into their page: `first` elements of a pool lie before that head's, `at` positions. */
+static void keep_elements(const Rotation *o, long first, long at, const element *key, const element *value)
+{
+    long size = o->size, page = o->page;
+    element *keys = (element *)o->keys + first, *values = (element *)o->values + first;
+    if (in_tiles(size)) {
+        place_key(keys + at / DEPTH * DEPTH * size, at % DEPTH, key, size);
+        place_value(values, page * DEPTH, at, value, size);
+    } else {
+        memcpy(keys + at * size, key, (size_t)size * sizeof *keys);
+        memcpy(values + at * size, value, (size_t)size * sizeof *values);
+    }
+}
+
+/* The same in eight bits. */
+static void keep_codes(const Rotation *o, long first, long at, const element *key, const element *value)
+{
+    long size = o->size, page = o->page;
+    int8_t *keys = (int8_t *)o->keys + first, *values = (int8_t *)o->values + first;
+    int8_t key_codes[LARGEST_HEAD + SIDE], value_codes[LARGEST_HEAD + SIDE];
+    uint16_t of_key = row_scale(key, size), of_value = row_scale(value, size);
+    guard_scales(&of_key, &of_value);
+    round_row(key, size, of_key, key_codes);
+    round_row(value, size, of_value, value_codes);
+    o->key_scales[first / size + at] = of_key;
+    o->value_scales[first / size + at] = of_value;
+    if (in_tiles(size)) {
+        place_key_codes(keys + at / DEPTH * DEPTH * size, at % DEPTH, key_codes, size);
+        place_value_codes(values, page * DEPTH, at, value_codes, size);
+    } else {
+        memcpy(keys + at * size, key_codes, (size_t)size);
+        memcpy(values + at * size, value_codes, (size_t)size);
+    }
+}
 
 static void rotate_rows(const void *work, Share *share, int member)
 {
@@ -43,13 +81,8 @@ static void rotate_rows(const void *work, Share *share, int member)
             if (h < heads) continue;
             long first = (o->places[r] / page * o->kv_heads + h - heads) * page * size, at = o->places[r] % page;
             const element *value = own + (o->kv_heads + h) * size;
-            if (in_tiles(size)) {
-                place_key(o->keys + first + at / DEPTH * DEPTH * size, at % DEPTH, key, size);
-                place_value(o->values + first, page * DEPTH, at, value, size);
-            } else {
-                memcpy(o->keys + first + at * size, key, (size_t)size * sizeof(element));
-                memcpy(o->values + first + at * size, value, (size_t)size * sizeof(element));
-            }
+            if (o->key_scales) keep_codes(o, first, at, key, value);
+            else keep_elements(o, first, at, key, value);
         }
     }
 }
@@ -57,7 +90,7 @@ static void rotate_rows(const void *work, Share *share, int member)
 /* See `spd.kernels.rotary_store`; norm float32 [heads + kv_heads][size] or null; query is qkv, out [rows][heads][size].
 
    A page holds its positions head by head, [kv_heads][page][size], each as `in_tiles` says: what attention reads
-   together lies together. */
+   together lies together. With scales, [pages][kv_heads][page], keys and values are codes. */
 void spd_rotary_store(const Rotation *o, long threads)
 {
     share_out(rotate_rows, o, o->rows, 0.5 * (double)(o->rows * (o->heads + 2 * o->kv_heads) * o->size), threads);
@@ -67,10 +100,25 @@ typedef struct {
     const element *query, *latent, *cos, *sin;
     const int64_t *positions, *places;
     const float *norm;
-    element *pages, *out;
+    void *pages;
+    uint16_t *scales;
+    element *out;
     long rows, heads, rank, turned, query_row, query_head, latent_row;
     float epsilon;
 } Latents;
+
+/* A latent and its rotated key into their place in eight bits. */
+static void keep_latent_codes(const Latents *o, long place, const element *entry)
+{
+    long rank = o->rank, turned = o->turned;
+    int8_t codes[LARGEST_HEAD + 2 * SIDE];
+    uint16_t *scales = o->scales + 2 * place;
+    scales[0] = row_scale(entry, rank), scales[1] = row_scale(entry + rank, turned);
+    guard_scales(scales + 1, scales);
+    round_row(entry, rank, scales[0], codes);
+    round_row(entry + rank, turned, scales[1], codes + rank);
+    memcpy((int8_t *)o->pages + place * (rank + turned), codes, (size_t)(rank + turned));
+}
 
 static void latent_rows(const void *work, Share *share, int member)
 {
@@ -79,9 +127,11 @@ static void latent_rows(const void *work, Share *share, int member)
     for (long r; (r = take(share, member)) >= 0;) {
         const element *c = o->cos + o->positions[r] * turned, *s = o->sin + o->positions[r] * turned;
         const element *own = o->latent + r * o->latent_row;
-        element *kept = o->pages + o->places[r] * (rank + turned);
+        element entry[LARGEST_HEAD];
+        element *kept = o->scales ? entry : (element *)o->pages + o->places[r] * (rank + turned);
         norm_row(own, o->norm, o->epsilon, 0, rank, kept);
         rotate(own + rank, 0, 0, c, s, turned, kept + rank);
+        if (o->scales) keep_latent_codes(o, o->places[r], entry);
         for (long h = 0; h < o->heads; h++) {
             const element *from = o->query + r * o->query_row + h * o->query_head;
             rotate(from, 0, 0, c, s, turned, o->out + (r * o->heads + h) * turned);
@@ -90,7 +140,7 @@ static void latent_rows(const void *work, Share *share, int member)
 }
 
 /* See `spd.kernels.mla_attention`: latent [rows][rank + turned] normed and rotated into pages, query [rows][heads]
-   [turned] rotated to out; rows and heads of them lie the given numbers of elements apart. */
+   [turned] rotated to out; with scales [..][page][2] pages are codes; rows and heads of them lie the given numbers of elements apart. */
 void spd_latent_store(const Latents *o, long threads)
 {
     long values = o->rank + o->turned + o->heads * o->turned;

@@ -22,6 +22,9 @@ static inline int tile_place(int d, int column)
     return sizeof(element) == sizeof(float) ? d * SIDE + column : d / 2 * DEPTH + column * 2 + d % 2;
 }
 
+/* The same of a tile of codes, [32][16] where no pairs are multiplied. */
+static inline int code_place(int d, int column) { return SPD_PAIRS ? tile_place(d, column) : d * SIDE + column; }
+
 #if SPD_PAIRS && defined(__AMX_BF16__) && defined(__AMX_TILE__) && !defined(SPD_NO_AMX)
 #define SPD_AMX 1
 #include "tiles_amx.h"

@@ -30,13 +30,20 @@ static inline long panel_of(long rows, long steps) { return rows > NARROW ? 16 /
 /* Nanoseconds that a tile takes. */
 static inline double tile_time(long rows) { return SPD_WIDE ? 25.0 + 8.0 * (double)rows : 30.0 + 12.0 * (double)rows; }
 
-/* A tile's weights at depth 2 j, or 2 j + 1 for `second`. */
-static inline vec weights_at(const element *tile, int j, int second)
+/* A right side is elements, or codes. */
+INLINE const char *moved(const void *side, long count, const int coded)
 {
+    return (const char *)side + count * (coded ? 1 : (long)sizeof(element));
+}
+
+/* A tile's weights at depth 2 j, or 2 j + 1 for `second`. */
+INLINE vec weights_at(const void *tile, int j, int second, const int coded)
+{
+    if (coded) return of_codes((const int8_t *)tile + (2 * j + second) * SIDE);
 #ifdef SPD_FLOAT32
-    return loadf(tile + (2 * j + second) * SIDE, SIDE);
+    return loadf((const float *)tile + (2 * j + second) * SIDE, SIDE);
 #else
-    ints pairs = loadi(tile + j * DEPTH);
+    ints pairs = loadi((const bf16 *)tile + j * DEPTH);
     return as_vec(second ? masked(pairs, (int32_t)0xffff0000) : left_by(pairs, 16));
 #endif
 }
@@ -44,20 +51,21 @@ static inline vec weights_at(const element *tile, int j, int second)
 /* Add to c [count][32], or write there where `fresh`, `count` rows `apart` from a on times b [steps][2] tiles, of which
    `sides` are read. */
 INLINE void rows_product(const Left *a, long apart, const int count,
-    const int sides, const element *b, long steps, int fresh, const element *next, long lines, float *c)
+    const int sides, const void *b, const int coded, long steps, int fresh, const void *next, long lines, float *c)
 {
     vec sums[MOST_ROWS][2];
     for (int r = 0; r < count; r++)
         for (int side = 0; side < sides; side++)
             sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
-    for (long k = 0; k < steps; k++, a += DEPTH, b += 2 * TILE, next += lines * DEPTH)
+    for (long k = 0; k < steps; k++, a += DEPTH, b = moved(b, 2 * TILE, coded), next = moved(next, lines * DEPTH, coded))
 #pragma GCC unroll 2
         for (int j = 0; j < SIDE; j++) {
-            for (int i = 0; 2 * j < lines && i < 2 * DEPTH; i += LINE) __builtin_prefetch(next + 2 * j * DEPTH + i, 0, 3);
+            for (int i = 0; 2 * j < lines && i < 2 * DEPTH; i += coded ? 64 : LINE)
+                __builtin_prefetch(moved(next, 2 * j * DEPTH + i, coded), 0, 3);
 #pragma GCC unroll 2
             for (int second = 0; second < 2; second++) {
                 vec weights[2];
-                for (int side = 0; side < sides; side++) weights[side] = weights_at(b + side * TILE, j, second);
+                for (int side = 0; side < sides; side++) weights[side] = weights_at(moved(b, side * TILE, coded), j, second, coded);
                 for (int r = 0; r < count; r++) {
                     vec x = vall(a[r * apart + 2 * j + second]);
                     for (int side = 0; side < sides; side++) sums[r][side] = vfma(x, weights[side], sums[r][side]);
@@ -70,11 +78,10 @@ INLINE void rows_product(const Left *a, long apart, const int count,
 
 /* Add to c [rows][32], or write there where `fresh`, up to two blocks of 16 rows, `apart` elements from each other, times
    b [steps][2] tiles. Meanwhile `lines` of 32 elements a step are asked for, from `next` on. */
-static inline void block_product(const Left *a, long apart, int blocks, int rows, const element *b, long steps,
-    int fresh, const element *next, long lines, float *c)
+INLINE void sides_product(const Left *a, long apart, int rows, const void *b, const int coded, long steps, int fresh,
+    const void *next, long lines, float *c)
 {
     long row = apart / SIDE, groups = parts(rows, MOST_ROWS), each = parts(lines, groups);
-    (void)blocks;
     for (int first = 0, count; first < rows; first += count, groups--) {
         count = (int)parts(rows - first, groups);
         const Left *from = a + first * row;
@@ -82,12 +89,12 @@ static inline void block_product(const Left *a, long apart, int blocks, int rows
 #define ROWS(n) \
     case n: \
         if (n <= NARROW) { \
-            rows_product(from, row, n, 2, b, steps, fresh, next, each, to); \
+            rows_product(from, row, n, 2, b, coded, steps, fresh, next, each, to); \
             break; \
         } \
         for (int side = 0; side < 2; side++) \
-            rows_product(from, row, n, 1, b + side * TILE, steps, fresh, next + side * (each / 2) * steps * DEPTH, \
-                each / 2, to + side * SIDE); \
+            rows_product(from, row, n, 1, moved(b, side * TILE, coded), coded, steps, fresh, \
+                moved(next, side * (each / 2) * steps * DEPTH, coded), each / 2, to + side * SIDE); \
         break;
         switch (count) {
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
@@ -95,7 +102,7 @@ static inline void block_product(const Left *a, long apart, int blocks, int rows
             ROWS(7) ROWS(8)
 #endif
         }
-        next += each * steps * DEPTH;
+        next = moved(next, each * steps * DEPTH, coded);
     }
 }
 
@@ -146,4 +153,18 @@ static inline void number_product(const Left *a, long apart, int rows, const Num
 #endif
         }
     }
+}
+
+static inline void block_product(const Left *a, long apart, int blocks, int rows, const element *b, long steps,
+    int fresh, const element *next, long lines, float *c)
+{
+    (void)blocks;
+    sides_product(a, apart, rows, b, 0, steps, fresh, next, lines, c);
+}
+
+/* The same of one block of rows with codes. */
+static inline void cached_product(const Left *a, long apart, int rows, const int8_t *b, long steps, int fresh,
+    const int8_t *next, long lines, float *c)
+{
+    sides_product(a, apart, rows, b, 1, steps, fresh, next, lines, c);
 }

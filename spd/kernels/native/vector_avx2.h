@@ -52,6 +52,22 @@ static inline half_vec rounded(vec x)
     return _mm256_permute4x64_epi64(_mm256_packus_epi32(eight_rounded(x.q[0]), eight_rounded(x.q[1])), 0xd8);
 }
 
+/* Sixteen codes as numbers, and 32 of them as bfloat16, which holds them exactly. */
+static inline __m256 eight_codes(const int8_t *p)
+{
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+EACH(vec, of_codes, eight_codes(p + 8 * i), const int8_t *p)
+INLINE void widen_codes(bf16 *to, const int8_t *from)
+{
+    for (int i = 0; i < 2; i++) {
+        vec x = of_codes(from + i * SIDE);
+        __m256i low = _mm256_srli_epi32(_mm256_castps_si256(x.q[0]), 16);
+        __m256i high = _mm256_srli_epi32(_mm256_castps_si256(x.q[1]), 16);
+        save_halves(to + i * SIDE, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
+    }
+}
+
 #define FOLD(name, op) \
     static inline float name(vec x) \
     { \

@@ -31,6 +31,23 @@ static inline __m256i rounded(vec x)
 }
 #endif
 
+/* Sixteen codes as numbers, and 32 of them as bfloat16, which holds them exactly. */
+static inline vec of_codes(const int8_t *p)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE void widen_codes(bf16 *to, const int8_t *from)
+{
+#if SPD_PAIRS
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(of_codes(from + SIDE), of_codes(from)));
+#else
+    for (int i = 0; i < 2; i++) {
+        __m512i bits = _mm512_castps_si512(of_codes(from + i * SIDE));
+        _mm256_storeu_si256((__m256i *)to + i, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    }
+#endif
+}
+
 static inline float vsum(vec x) { return _mm512_reduce_add_ps(x); }
 static inline float vtop(vec x) { return _mm512_reduce_max_ps(x); }
 static inline float vfirst(vec x) { return _mm512_cvtss_f32(x); }

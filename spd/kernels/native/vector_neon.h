@@ -53,6 +53,22 @@ static inline uint16x4_t four_rounded(float32x4_t x)
 }
 EACH(half_vec, rounded, four_rounded(x.q[i]), vec x)
 
+/* Sixteen codes as numbers, and 32 of them as bfloat16, which holds them exactly. */
+static inline vec of_codes(const int8_t *p)
+{
+    int16x8_t low = vmovl_s8(vld1_s8(p)), high = vmovl_s8(vld1_s8(p + 8));
+    return (vec){{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+        vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+}
+static inline void widen_codes(bf16 *to, const int8_t *from)
+{
+    for (int i = 0; i < 2; i++) {
+        vec x = of_codes(from + i * SIDE);
+        for (int j = 0; j < 4; j++)
+            vst1_u16(to + i * SIDE + j * 4, vshrn_n_u32(vreinterpretq_u32_f32(x.q[j]), 16));
+    }
+}
+
 #define FOLD(name, op) \
     static inline float name(vec x) \
     { \

@@ -67,6 +67,7 @@ def _load_runners(
             device=plan.device,
             slots=shape.slots,
             depth=ring_depth(shape.draft_max),
+            rounded=shape.rounds_cache,
         )
         runner = ModelRunner(
             model,

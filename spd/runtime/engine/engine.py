@@ -24,7 +24,7 @@ from spd.runtime.engine.draft_guide import guide_drafts
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.engine.page_table import PageTable, SnapshotPool
+from spd.runtime.engine.page_table import ROOT, PageTable, SnapshotPool
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import BUSY_PASSES, IDLE_PASSES, EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import FINISH_REASONS, NO_SLOT, RequestValidator, Sequence
@@ -76,6 +76,7 @@ class Engine(EngineClient):
             ctx=shape.ctx,
             sharing=plan.shares_prefixes,
             snapshots=SnapshotPool(shape.snapshots) if shape.snapshots else None,
+            root=ROOT + shape.kv.encode(),
         )
         guide_drafts(self.round_queue, plan, self.scheduler.slots)
         self._ready: list[Event] = []

@@ -19,7 +19,7 @@ from spd.runtime.round.limits import NUM_RESERVED
 from spd.runtime.round.spans import Run, kinds_in
 
 ROOT = b"spd page"
-"""The hash before the first position."""
+"""The hash before the first position; the form of a page's entries stands behind it."""
 
 
 class TextHashes:
@@ -31,14 +31,16 @@ class TextHashes:
         runs: Sequence[Run],
         page_size: int,
         computed: list[bytes] | None = None,
+        root: bytes = ROOT,
     ) -> None:
         """computed: hashes at the ends of the first full pages.
 
-        Further ones are appended in place.
+        Further ones are appended in place. root: see `ROOT`.
         """
         self.tokens = tokens
         self.runs = runs
         self.page_size = page_size
+        self.root = root
         self.computed = [] if computed is None else computed
 
     def prefix_hash(self, end: int) -> bytes:
@@ -49,7 +51,7 @@ class TextHashes:
             self.computed.append(self._chain(start, start + self.page_size))
         if tail_positions:
             return self._chain(full_end, end)
-        return self.computed[page - 1] if page else ROOT
+        return self.computed[page - 1] if page else self.root
 
     def page_hashes(self, end: int) -> list[bytes]:
         """Return the hash at the end of every full page within the first `end` positions."""
@@ -59,7 +61,7 @@ class TextHashes:
 
     def _chain(self, start: int, stop: int) -> bytes:
         """Return the hash of positions `start` to `stop` of one page, chained to that of all before."""
-        state = hashlib.sha256(self.computed[start // self.page_size - 1] if start else ROOT)
+        state = hashlib.sha256(self.computed[start // self.page_size - 1] if start else self.root)
         state.update(",".join(map(str, self.tokens[start:stop])).encode())
         state.update(repr(kinds_in(self.runs, start, stop)).encode())
         return state.digest()

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from spd.errors import UsageError
-from spd.runtime.engine.page_table import PageTable, SnapshotPool, Tail, TextHashes
+from spd.runtime.engine.page_table import ROOT, PageTable, SnapshotPool, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
 from spd.runtime.round.spans import Run, reusable_prefix, runs_below
 
@@ -58,7 +58,9 @@ class Scheduler:
         *,
         sharing: bool,
         snapshots: SnapshotPool | None = None,
+        root: bytes = ROOT,
     ) -> None:
+        """root: the hash of all texts before their first position."""
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
         self.pages = pages
@@ -67,6 +69,7 @@ class Scheduler:
         self.ctx = ctx
         self.sharing = sharing
         self.snapshots = snapshots
+        self.root = root
         self.prefilling: Sequence | None = None
         self.by_id: dict[str, Sequence] = {}
         """Waiting and running sequences, by the ids of their requests."""
@@ -125,7 +128,11 @@ class Scheduler:
 
     def _text(self, sequence: Sequence) -> TextHashes:
         return TextHashes(
-            sequence.tokens(), self.prefill_runs(sequence), self.page_size, sequence.hashes
+            sequence.tokens(),
+            self.prefill_runs(sequence),
+            self.page_size,
+            sequence.hashes,
+            self.root,
         )
 
     def _take_pages(self, sequence: Sequence, lookahead: int) -> bool:

@@ -233,7 +233,7 @@ def verdict(ratio: Interval | None) -> str:
     return "faster" if ratio["low"] > 1 else "slower"
 
 
-CONDITIONS = ("device", "dtype", "quantize", "activations", "kernels", "threads")
+CONDITIONS = ("device", "dtype", "quantize", "activations", "kv", "kernels", "threads")
 """Fields of a plan that may differ between matching rows; a difference is reported."""
 
 

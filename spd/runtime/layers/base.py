@@ -128,6 +128,8 @@ def attend_windows(
 class LayerCache:
     """One layer's pools, each [pages, page, ...] with the entries of every position.
 
+    Of a cache in eight bits the codes of all entries come first, then their scales.
+
     Pools of a recurrent layer are [slots, ...], with the state of every slot.
     """
 
@@ -135,6 +137,5 @@ class LayerCache:
 
     @property
     def keys_and_values(self) -> Pools:
-        """Return the two pools of a layer that caches keys and values."""
-        keys, values = self.pools
-        return keys, values
+        """Return the pools of a layer that caches keys and values, scales after both."""
+        return self.pools

@@ -212,7 +212,8 @@ class LatentAttention:
 
         The rows' latent vectors are stored first.
         """
-        (pages,) = cache.pools
+        pages, *scales = cache.pools
+        page_scales = scales[0] if scales else None
         query, latent = self._project(stream, batch)
         unrotated, rotated = torch.split(
             query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1
@@ -225,6 +226,7 @@ class LatentAttention:
             norm=self.latent_norm,
             epsilon=LATENT_EPSILON,
             pages=pages,
+            scales=page_scales,
         )
         absorbed = apply_in_tiles(
             lambda rows: self.kernels.head_linear(rows, self.key_up), unrotated, batch.tile
@@ -234,7 +236,12 @@ class LatentAttention:
             torch.cat((absorbed, rotated), dim=-1),
             batch,
             lambda rows: self.kernels.mla_attention(
-                query=rows, pages=pages, plan=plan, rank=self.latent.rank, scale=self.scale
+                query=rows,
+                pages=pages,
+                plan=plan,
+                rank=self.latent.rank,
+                scale=self.scale,
+                scales=page_scales,
             ),
         )
         mixed = mixed.view(-1, self.layout.num_heads, self.latent.rank)

@@ -219,6 +219,11 @@ class GqaLayout:
         return ((self.num_kv_heads, self.head_dim),) * 2
 
     @property
+    def cache_scales(self) -> tuple[Shape, ...]:
+        """Return the shape of a position's scales of each pool where entries have eight bits."""
+        return tuple((heads,) for heads, _ in self.cache)
+
+    @property
     def heads(self) -> tuple[int, int, int]:
         """Return the numbers of query and key-value heads, and the elements of a head, as in
         `HeadShape`.

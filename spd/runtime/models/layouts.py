@@ -92,6 +92,11 @@ class LatentLayout:
         return ((self.latent.rank + self.latent.rope_dim,),)
 
     @property
+    def cache_scales(self) -> tuple[Shape, ...]:
+        """Return the shape of a position's scales where entries have eight bits: one for each part."""
+        return ((2,),)
+
+    @property
     def sees_block(self) -> bool:
         """Return False: no block drafter has such layers."""
         return False

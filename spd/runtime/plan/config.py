@@ -52,6 +52,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
 QUANTIZE = ("none", "int8", "int4")
 ACTIVATIONS = ("whole", "int8")
+KV_FORMS = ("auto", "int8")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class EngineConfig:
     dtype: str = "auto"
     quantize: str = "none"
     activations: str = "whole"
+    kv: str = "auto"
+    """The cache's entries: auto has them in the dtype, int8 rounds them when they are written."""
     spec: str = "auto"
     draft_max: int | None = None
     adaptive: bool | None = None
@@ -106,6 +109,7 @@ class EngineConfig:
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZE),
             ("--activations", self.activations, ACTIVATIONS),
+            ("--kv", self.kv, KV_FORMS),
             ("--kernels", self.kernels, KERNELS),
             ("--load", self.load, ("auto", "dummy")),
         ):
@@ -222,6 +226,12 @@ CLASHES = (
         lambda c: c.activations == "int8" and (c.device[:4] == "cuda" or c.kernels == "triton"),
         "--activations int8 is for a CPU, and --device cuda or --kernels triton asks for a GPU's kernels",
         ["leave --activations out", "--device cpu --kernels auto"],
+        kind=IncompatibleError,
+    ),
+    Clash(
+        lambda c: c.kv == "int8" and c.kernels == "triton",
+        "--kv int8 is for torch's and C kernels, and --kernels triton asks for others",
+        ["leave --kv out", "--kernels auto"],
         kind=IncompatibleError,
     ),
     Clash(

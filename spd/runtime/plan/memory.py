@@ -16,7 +16,8 @@ from spd.kernels.attention.attention_chunks import KV_BLOCK, num_chunks
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime.models import family_layout
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.mtp_weights import count_module_bytes, module_position_size
+from spd.runtime.models.layouts import AttentionLayout, MixerLayout
+from spd.runtime.models.mtp_weights import count_module_bytes, module_layer
 from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import (
     DTYPE_BYTES,
@@ -30,6 +31,8 @@ from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_dep
 
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws in tensors."""
+SCALE_BYTES = 2
+"""Bytes of the scale of a row in eight bits."""
 GRAPH_BYTES = 2**29
 """Bytes left free for captured graphs and their private pools."""
 
@@ -66,11 +69,18 @@ class EngineShape:
     """Ranks that share the target; all sizes are those of the first rank, which are the largest."""
     draft_tp: int = 1  # ranks of each group that runs the drafter
     snapshots: int = 0  # snapshots of recurrent states, in the host's memory
+    rounds_cache: bool = False
+    """True: entries of all caches have eight bits, those of a drafter too."""
 
     @property
     def chunk(self) -> int:
         """Return the tokens of a prompt that go through a model together."""
         return CAPABILITIES[self.kernels].chunk
+
+    @property
+    def kv(self) -> str:
+        """Return the form of the caches' entries: the dtype, or int8."""
+        return "int8" if self.rounds_cache else self.dtype
 
     @property
     def num_pages(self) -> int:
@@ -152,9 +162,28 @@ def min_pages(ctx: int) -> int:
     return -(-ctx // PAGE_SIZE)
 
 
-def page_bytes(config: ModelConfig, dtype: str, ranks: int = 1) -> int:
+def page_bytes(config: ModelConfig, kv: str, ranks: int = 1) -> int:
     """Return the bytes of one page over all layers, on one of `ranks`."""
-    return PAGE_SIZE * position_size(config, ranks) * DTYPE_BYTES[dtype]
+    return PAGE_SIZE * position_bytes(config, kv, ranks)
+
+
+def position_bytes(config: ModelConfig, kv: str, ranks: int = 1) -> int:
+    """Return the bytes of one position in the caches of all layers, on one of `ranks`.
+
+    kv: the form of its entries, a dtype or int8.
+    """
+    layers = rank_layout(config, ranks).layers
+    return sum(entry_bytes(layer.attention, kv) for layer in layers)
+
+
+def entry_bytes(layout: MixerLayout, kv: str) -> int:
+    """Return the bytes of a position's entry in one layer, of the form `kv`, scales included."""
+    size = sum(math.prod(shape) for shape in layout.cache)
+    if kv != "int8":
+        return size * DTYPE_BYTES[kv]
+    if not isinstance(layout, AttentionLayout):
+        return size
+    return size + SCALE_BYTES * sum(math.prod(shape) for shape in layout.cache_scales)
 
 
 def position_size(config: ModelConfig, ranks: int = 1) -> int:
@@ -192,11 +221,10 @@ def snapshot_nbytes(shape: EngineShape) -> int:
                 for block in rank_layout(config, ranks).recurrent_blocks
             )
             captured = 0 if config.eagle3 is None else config.hidden_size
-            total += state_bytes(config, ranks) + page_bytes(config, shape.dtype, ranks)
+            total += state_bytes(config, ranks) + page_bytes(config, shape.kv, ranks)
             total += (inputs + captured) * width
     if (mtp := shape.mtp) is not None:
-        page = PAGE_SIZE * module_position_size(mtp.config, mtp.layout.family, shape.draft_shard)
-        total += shape.mtp_modules * (page + mtp.config.hidden_size) * width
+        total += shape.mtp_modules * (_module_page_bytes(shape) + mtp.config.hidden_size * width)
     return total
 
 
@@ -218,7 +246,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     if draft is not None:
         draft_weights = _weight_bytes(draft, shape, shape.draft_form, ranks)
         # The same page numbers serve both models, so both have as many pages.
-        draft_cache = pages * page_bytes(draft, shape.dtype, ranks)
+        draft_cache = pages * page_bytes(draft, shape.kv, ranks)
         states += shape.slots * slot_bytes(draft, shape, ranks)
         block_rows = shape.slots * (shape.block_drafts + 1)
         workspace += _workspace_bytes(
@@ -243,7 +271,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     return MemoryNeed(
         weights=_weight_bytes(target, shape, shape.form, shape.tp),
         draft_weights=draft_weights,
-        cache=pages * page_bytes(target, shape.dtype, shape.tp),
+        cache=pages * page_bytes(target, shape.kv, shape.tp),
         draft_cache=draft_cache,
         states=states,
         workspace=workspace,
@@ -305,8 +333,8 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     modules = shape.mtp_modules
     width = DTYPE_BYTES[shape.dtype]
     shard = shape.draft_shard
-    positions = shape.num_pages * PAGE_SIZE * module_position_size(config, mtp.layout.family, shard)
-    states = _stream_states(shape, modules) * config.hidden_size
+    states = _stream_states(shape, modules) * config.hidden_size * width
+    pages = shape.num_pages * _module_page_bytes(shape)
     weights = sum(
         count_module_bytes(
             source=mtp, module=i, dtype=shape.dtype, form=shape.draft_form, shard=shard
@@ -320,7 +348,15 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
         own_tables = 1
     table_rows = -(-config.vocab_size // shape.draft_tp)
     weights += modules * own_tables * table_rows * config.hidden_size * width
-    return weights, modules * (positions + states) * width
+    return weights, modules * (pages + states)
+
+
+def _module_page_bytes(shape: EngineShape) -> int:
+    """Return the bytes of a page in the cache of one module of the shape's MTP head."""
+    mtp = shape.mtp
+    assert mtp is not None
+    layer = module_layer(mtp.config, mtp.layout.family, shape.draft_shard)
+    return PAGE_SIZE * entry_bytes(layer.attention, shape.kv)
 
 
 def _weight_bytes(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: int) -> int:
@@ -362,8 +398,11 @@ def _workspace_bytes(
             isinstance(block, GqaLayout) and block.scores.has_sinks
             for block in layout.attention_blocks
         )
-        if model.attention_softcap is not None or sinks:
+        is_rounded = shape.kv == "int8"
+        if model.attention_softcap is not None or sinks or is_rounded:
             attention += widest * max(heads for heads, *_ in shapes) * context * 4 * 2
+        if is_rounded:  # a slot's keys and values in float32
+            attention += max(keys * size for _, keys, size in shapes) * context * 4 * 3
     inner = max(layer.mlp.widest + 2 * layer.attention.widest for layer in set(layout.layers))
     gathered = ranks + 2 if ranks > 1 else 0  # a part of the hidden state from every rank
     activations = widest * ((4 + gathered) * model.hidden_size + inner) * width

@@ -26,6 +26,7 @@ from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import (
     check_activations,
+    check_cache,
     choose_form,
     choose_kernels,
     native_obstacle,
@@ -56,6 +57,7 @@ FROM_SHAPE = (
     "draft_ctx",
     "graphs",
     "kernels",
+    "kv",
     "slots",
     "ctx",
     "num_pages",
@@ -359,7 +361,6 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     graphs = _resolve_graphs(config.graphs, machine, kernels)
     adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
     spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter, adaptive)
-    _check_synthetic_acceptance(config.synthetic_acceptance, draft_max)
     form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
     form, weights_reason = form_of(model, target)
     ctx = _resolve_context(config.ctx, model)
@@ -387,6 +388,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         tp=config.tp,
         draft_tp=draft_tp,
         snapshots=_snapshot_count(config, _any_recurrent(model, draft)),
+        rounds_cache=config.kv == "int8",
     )
     sharing_ranks = machine.count_sharing_ranks(config.tp)
     return EnginePlan(
@@ -421,7 +423,9 @@ def make_plan(config: EngineConfig) -> EnginePlan:
 
     machine = find_machine(config.device)
     plan = resolve_plan(config, machine)
+    _check_synthetic_acceptance(config.synthetic_acceptance, plan.shape.draft_max)
     check_activations(config, machine, plan.shape.form)
+    check_cache(config, plan.shape.kernels)
     free_bytes = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     tiles, tiles_reason = find_tile_limits(
         machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spd.kernels.native.packed import LARGE_PAGE, advise_large_pages
 from spd.runtime.layers.base import LayerCache
-from spd.runtime.models.layouts import MixerLayout, RecurrentLayout
+from spd.runtime.models.layouts import AttentionLayout, MixerLayout, RecurrentLayout
 from spd.runtime.round.limits import NUM_RESERVED
 
 
@@ -51,10 +51,14 @@ class KvCache:
         device: str,
         slots: int = 0,
         depth: int = 0,
+        *,
+        rounded: bool = False,
     ) -> None:
+        """rounded: True if entries have eight bits; states and their rings never do."""
         self.page_size = page_size
         self.num_pages = num_pages
         self.dtype = dtype
+        self.rounded = rounded
         self.paged = [not isinstance(layer, RecurrentLayout) for layer in layers]
         """True for each layer with page pools."""
         self.layers: list[LayerCache] = []
@@ -68,8 +72,14 @@ class KvCache:
                     pool_dtype = torch.float32 if is_exact else dtype
                     pools.append(lazy_zeros((slots, *shape), pool_dtype, device))
             else:
+                entry_dtype = torch.int8 if rounded else dtype
                 for shape in layer.cache:
-                    pools.append(lazy_zeros((num_pages, page_size, *shape), dtype, device))
+                    pools.append(lazy_zeros((num_pages, page_size, *shape), entry_dtype, device))
+                if rounded and isinstance(layer, AttentionLayout):
+                    for shape in layer.cache_scales:
+                        pools.append(
+                            lazy_zeros((num_pages, page_size, *shape), torch.float16, device)
+                        )
             self.layers.append(LayerCache(tuple(pools)))
         self.applied = torch.zeros(slots if self.recurrent else 0, dtype=torch.long, device=device)
         """The position as of which each slot's recurrent states are, int64 [slots]."""

@@ -101,6 +101,7 @@ class ModelRunner:
             device=self.device,
             slots=1,
             depth=2 * WIDEST,
+            rounded=self.cache.rounded,
         )
         for layer in cache.layers:
             for pool in layer.pools:
