@@ -52,11 +52,11 @@ def test_lines_and_json_agree_and_name_the_method(spd_run, weighted_model) -> No
     assert ran.code == 0 and ran.err == ""
     lines = {line[:16].strip(): line[18:] for line in ran.facts.splitlines()}
     assert " · architecture LlamaForCausalLM · parameters " in lines["target"]
-    assert " · kv bytes per token 32 B · template renders" in lines["target"]
+    assert " · kv bytes per token 32 B · kv int8 bytes per token 24 B · " in lines["target"]
     assert "unexpected tensors" not in lines["target"]
     assert lines["vocabulary"].startswith("size 264 · used 259 · sha256 ")
     assert lines["contexts"].startswith("ctx 128 · total ") and lines["contexts"].endswith(
-        " · fits yes"
+        " · fits kv int8 yes"
     )
     report = spd_run("inspect", weighted_model, "--json").json
     target = report["target"]
@@ -161,7 +161,10 @@ def test_a_context_beyond_the_memory_does_not_fit(
     fits = [row["fits"] for row in report["contexts"]]
     assert fits == [row["total"] <= report["usable"] for row in report["contexts"]]
     assert fits[0] and not fits[-1] and fits == sorted(fits, reverse=True)
-    assert re.search("ctx 8,192 · total .* · fits no\n", spd_run("inspect", weighted_model).text)
+    assert re.search(
+        "ctx 8,192 · total .* · fits no · total kv int8 .* · fits kv int8 no\n",
+        spd_run("inspect", weighted_model).text,
+    )
 
 
 def test_a_gpu_is_foreseen_by_its_driver() -> None:

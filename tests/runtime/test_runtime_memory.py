@@ -320,8 +320,11 @@ def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
 
 def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**16)
+    config = EngineConfig(
+        model=tiny("qwen3"), dtype="bfloat16", quantize="int8", kv="int8", spec="off"
+    )
     with pytest.raises(ResourceError) as caught:
-        make_plan(EngineConfig(model=tiny("qwen3"), dtype="bfloat16", quantize="int8", spec="off"))
+        make_plan(config)
     assert "64 tokens" in caught.value.message, "not even the smallest context fits"
     assert caught.value.fix == ("a smaller model, or a device with more memory",)
     least = shape_8b(ctx=2, graphs=False, draft_max=0, form=WeightForm("int8"))
