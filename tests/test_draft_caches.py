@@ -1,5 +1,6 @@
 """Drafters' caches match the text after pauses, turns, matches, masks and preemptions."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from spd.runtime.round.kv_cache import KvCache
 from spd.runtime.round.limits import CATCH_UP
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.rows import SlotView
+from spd.runtime.round.sampler import Sampler
 from tests import helpers
 from tests.helpers import (
     Patch,
@@ -295,7 +297,9 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
 
     monkeypatch.setattr(ModelProposer, "catch_up", watched)
     monkeypatch.setattr(LocalRoundQueue, "launch", counted)
-    engine = pairs.get("one+ngram").make_varying_engine((LOOKUP_LENGTH,) * 9 + (0,) * 40 + (K,))
+    engine = pairs.get("one+ngram").make_engine(LOOKUP_LENGTH, adaptive=True)
+    lengths = itertools.cycle((LOOKUP_LENGTH,) * 9 + (0,) * 40 + (K,))  # lookup drafts alone
+    engine.draft_length.choose = lambda: next(lengths)  # type: ignore[method-assign]
     run_all(engine, PROMPTS[:1], [greedy(120)])
     assert len(catch_ups) > 6 and max(catch_ups) <= CATCH_UP and max(missing) <= CATCH_UP
     assert {1 + LOOKUP_LENGTH + 1, CATCH_UP} <= set(catch_ups), catch_ups
@@ -304,14 +308,21 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
 def test_drafts_of_a_match_are_certain(pairs: Pairs, monkeypatch: Patch) -> None:
     """Their distribution is certain, and that of the other drafts is the model's."""
     counts = {True: 0, False: 0}
-    real = ModelProposer.draft
+    draft = ModelProposer.draft
+    make_certain = Sampler.make_certain
+    before = torch.empty(0)
 
-    def checked(self: ModelProposer, k: int, *arguments: Any) -> None:
-        distributions = self.sampler.draft_distributions
+    def watched(self: ModelProposer, k: int, *arguments: Any) -> None:
+        nonlocal before
+        assert self.sampler.draft_distributions is not None
+        before = self.sampler.draft_distributions.clone()
+        draft(self, k, *arguments)
+
+    def checked(self: Sampler, k: int) -> None:
+        make_certain(self, k)
+        distributions = self.draft_distributions
         state = self.state
         assert distributions is not None
-        before = distributions.clone()
-        real(self, k, *arguments)
         for slot in range(state.slots):
             if not state.active[slot]:
                 assert torch.equal(distributions[slot], before[slot])
@@ -323,7 +334,8 @@ def test_drafts_of_a_match_are_certain(pairs: Pairs, monkeypatch: Patch) -> None
             assert distribution.sum(-1) == pytest.approx([1.0] * k, abs=1e-4)
             assert (distribution.gather(-1, drafts[:, None]) == 1).all() == is_match
 
-    monkeypatch.setattr(ModelProposer, "draft", checked)
+    monkeypatch.setattr(ModelProposer, "draft", watched)
+    monkeypatch.setattr(Sampler, "make_certain", checked)
     prompts = random_prompts(4, 24, VOCAB, seed=2)
     drawn = SamplingParams(temperature=1.1, logit_bias=FEW_TOKENS_BIAS)
     params = [replace(drawn, max_tokens=12 + 9 * i, seed=i) for i in range(4)]

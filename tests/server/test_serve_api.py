@@ -240,7 +240,8 @@ def test_other_paths_answer_and_prefixes_are_cached(served) -> None:
         and counters["spd_requests_running"] == "0"
     )
     assert int(counters['spd_spec_decode_num_accepted_tokens_per_pos_total{position="0"}']) > 0
-    assert not any("spec_decode_faults" in name for name in counters), "the demo's drafts help"
+    faults = [name for name in counters if "spec_decode_faults" in name]
+    assert not [name for name in faults if 'reason="cost"' not in name], "what it costs is measured"
     system = {"role": "system", "content": "Be exact about every function. " * 30}
     first, second = (
         served.chat(messages=[system, *MESSAGES], max_tokens=2)["usage"] for _ in range(2)
