@@ -30,7 +30,7 @@ SAMPLES = {
     "PORT": "80",
 }
 """Values by the metavars of options that do not take any text."""
-CHOICES = {"quantize": "int4", "activations": "int8", "verify": "block", "seed": "7"}
+CHOICES = {"quantize": "int4", "activations": "int8", "kv": "int8", "verify": "block", "seed": "7"}
 """Values by the names of options."""
 
 
