@@ -89,6 +89,15 @@ def test_pages_of_two_forms_never_have_one_hash() -> None:
     assert len(set(hashes)) == len(hashes)
 
 
+def test_engines_of_two_forms_hash_the_same_text_differently(tiny: Tiny) -> None:
+    hashes: list[set[bytes]] = []
+    for kv in ("auto", "int8"):
+        engine = make_fast_engine(tiny("qwen3"), kv=kv, dtype="float32")
+        run_all(engine, PROMPTS[:1], PARAMS[:1])
+        hashes.append({*engine.scheduler.pages._page_of})
+    assert all(hashes) and not hashes[0] & hashes[1]
+
+
 @pytest.mark.parametrize("variant", ["qwen3", "deepseek_v3"])
 def test_a_shared_prefix_gives_the_text_of_an_own_one(variant: str, tiny: Tiny) -> None:
     """And with few pages, where requests are preempted and replayed."""
