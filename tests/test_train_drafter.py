@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,17 @@ def stop_after(last: int, *arguments: Any, **options: Any) -> None:
         patch.setattr(train_drafter.Training, "advance", limited)
         with pytest.raises(Stopped):
             train(*arguments, save_minutes=0.0, **options)
+
+
+def test_a_head_begins_no_worse_than_a_guess(folder: Path, tmp_path: Path) -> None:
+    """It begins so behind streams whose elements differ much in size, too."""
+    gains = 30 ** torch.randn(64, generator=torch.Generator().manual_seed(0))
+    wide = Target.open(folder)
+    wide.embedding.mul_(gains)
+    write_data(wide, tmp_path)
+    record = train(wide, tmp_path, tmp_path / "out", "eagle3", steps=1, report=1)
+    (point,) = record["points"]
+    assert point["loss"][0] < math.log(60) + 0.2
 
 
 @pytest.mark.parametrize("kind", KINDS)

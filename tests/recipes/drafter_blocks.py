@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.recipes import demo_model as model
 from tests.recipes.demo_model import MLP, GroupedAttention, RMSNorm, linear
-from tests.recipes.drafter_heads import DrafterShape, Rows, at, rotated
+from tests.recipes.drafter_heads import DrafterShape, Rows, Start, at, rotated
 
 
 class BlockLayer(nn.Module):
@@ -106,10 +106,12 @@ class Block(nn.Module):
         return self.shape.block_size - (not self.is_dspark)
 
     @torch.no_grad()
-    def start_from(self, final_norm: Tensor, streams: Tensor) -> None:
-        """Begin with the target's last norm, and with streams [N, taps * H] of one size."""
-        self.norm.weight.copy_(final_norm)
-        scales = streams.unflatten(-1, (len(self.shape.taps), -1)).square().mean((0, 2)).rsqrt()
+    def start_from(self, start: Start) -> None:
+        """Begin with the target's last norm, and with streams of one size."""
+        self.norm.weight.copy_(start.final_norm)
+        scales = (
+            start.streams.unflatten(-1, (len(self.shape.taps), -1)).square().mean((0, 2)).rsqrt()
+        )
         self.fc.weight.mul_(scales.repeat_interleave(self.shape.hidden))
 
     def anchors(self, rows: Rows, draws: torch.Generator) -> Tensor:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 TOP = 16
 """Next tokens that a position keeps."""
+HEAD_ROWS = 128
+"""Rows that the head is applied to at once."""
 TEMPERATURES = (0.0, 0.0, 0.0, 0.8)
 """Temperatures of rows, in turn."""
 
@@ -30,21 +32,21 @@ class DataPlan:
     """What is made: rows of a batch, tokens of a prompt and of a reply at most, and the taps."""
 
     taps: tuple[int, ...]
-    rows: int = 32
+    rows: int = 64
     prompt_tokens: int = 160
     reply_tokens: int = 88
 
 
 class Target:
-    """A target as `transformers` runs it, in float32."""
+    """A target as `transformers` runs it."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model = model.float().eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = model.config
 
     @classmethod
-    def open(cls, path: Path) -> Target:
+    def open(cls, path: Path, dtype: torch.dtype = torch.float32) -> Target:
         """Return the target of a folder, or of a GGUF file with its weights dequantised."""
         import transformers
 
@@ -57,10 +59,10 @@ class Target:
         if options:
             form = transformers.GgufConfig(dequantize=True, gguf_file=path.name)
             options["quantization_config"] = form
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **options
         )
-        return cls(model, tokenizer)
+        return cls(model.to(dtype), tokenizer)
 
     @property
     def embedding(self) -> Tensor:
@@ -106,13 +108,23 @@ class Target:
             output_hidden_states=True,
         )
         streams = torch.stack([out.hidden_states[tap] for tap in taps], dim=2)
-        logits = []
-        ids_of_best = []
-        for row in out.last_hidden_state:  # the logits of all rows would be large
-            best = (row @ self.head.T).topk(TOP, dim=-1)
-            logits.append(best.values)
-            ids_of_best.append(best.indices)
-        return Step(streams, torch.stack(ids_of_best), torch.stack(logits), out.past_key_values)
+        states = out.last_hidden_state.flatten(0, 1)
+        # The logits of all rows would be large.
+        parts = [self.likeliest(part) for part in states.split(HEAD_ROWS)]
+        logits, best = (
+            torch.cat(part).unflatten(0, ids.shape) for part in zip(*parts, strict=True)
+        )
+        return Step(streams, best, logits, out.past_key_values)
+
+    def likeliest(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [N, TOP] of the likeliest tokens behind states [N, H], and their ids.
+
+        A head in few bits chooses them; their logits are float32 and decide the order.
+        """
+        ids = (states @ self.head.T).topk(TOP, dim=-1).indices
+        logits = (self.head[ids].float() @ states.float()[..., None])[..., 0]
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        return logits, ids.gather(-1, order)
 
 
 @dataclass(frozen=True)

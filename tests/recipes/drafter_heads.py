@@ -55,6 +55,28 @@ class Rows:
     lengths: Tensor
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a drafter's first weights follow from.
+
+    final_norm [H]: the target's last norm; streams [N, taps * H] at some positions; following
+    [N, H]: the next tokens' embeddings; states [N, H]: what enters the last norm behind the next
+    token, each of root mean square 1.
+    """
+
+    final_norm: Tensor
+    streams: Tensor
+    following: Tensor
+    states: Tensor
+
+
+def fit_linear(inputs: Tensor, outputs: Tensor, ridge: float = 0.05) -> Tensor:
+    """Return the matrix [O, I] that maps inputs [N, I] to outputs [N, O] with the least error."""
+    moments = inputs.T @ inputs / len(inputs)
+    moments += ridge * moments.diagonal().mean() * torch.eye(len(moments))
+    return torch.linalg.solve(moments, inputs.T @ outputs / len(inputs)).T
+
+
 def at(values: Tensor, positions: Tensor) -> Tensor:
     """Return values [B, T, …] at positions [B, R]; beyond the end the last ones."""
     rows = torch.arange(len(values))[:, None]
@@ -102,26 +124,42 @@ class Eagle3(nn.Module):
         model.initialise(self)
 
     @torch.no_grad()
-    def start_from(self, final_norm: Tensor, streams: Tensor) -> None:
-        """Begin with the sum of the last stream and the token, and with the target's last norm.
+    def start_from(self, start: Start) -> None:
+        """Begin with the linear map from streams and token that predicts the target's state best.
 
-        streams [N, taps * H] whiten what the head reads. Rows attend mostly to themselves.
+        So the residual has the scale that the target's last norm expects. Rows attend mostly to
+        themselves, and the MLP adds nothing yet.
         """
         hidden = self.shape.hidden
-        self.norm.weight.copy_(final_norm)
-        for norm, stream in zip(self.fc_norm, streams.chunk(len(self.fc_norm), -1), strict=True):
+        self.norm.weight.copy_(start.final_norm)
+        streams = start.streams.chunk(len(self.fc_norm), -1)
+        for norm, stream in zip(self.fc_norm, streams, strict=True):
             normed = F.rms_norm(stream, (hidden,))
             norm.get_parameter("weight").copy_(1 / normed.square().mean(0).sqrt().clamp(min=0.1))
-        self.fc.weight.mul_(0.1)[:, -hidden:] += torch.eye(hidden)
+        parts = [norm(stream) for norm, stream in zip(self.fc_norm, streams, strict=True)]
+        seen = torch.cat([*parts, self.midlayer.input_layernorm(start.following)], dim=-1)
+        matrix = fit_linear(seen, start.states)
+        self.fc.weight.copy_(matrix[:, :-hidden])
+        self._attend_to_own(matrix[:, -hidden:])
+        self.midlayer.mlp.down_proj.weight.zero_()
+
+    def _attend_to_own(self, matrix: Tensor) -> None:
+        """Make attention's output the product of a matrix [H, H] with the row's own embedding."""
+        hidden = self.shape.hidden
         attention = self.midlayer.self_attn
-        query = torch.cat([nn.init.orthogonal_(torch.empty(hidden, hidden)) for _ in range(2)], 1)
-        for part in (attention.q_proj, attention.k_proj, attention.v_proj):
+        mixed = torch.cat([nn.init.orthogonal_(torch.empty(hidden, hidden)) for _ in range(2)], 1)
+        for part in (attention.q_proj, attention.k_proj):
             rows = len(part.weight)
-            part.weight.copy_(query[:rows] if rows <= hidden else query.repeat(2, 1)[:rows])
-        attention.v_proj.weight[:, hidden:] *= 0.1
-        attention.v_proj.weight[:, :hidden] = torch.eye(len(attention.v_proj.weight), hidden)
-        if self.shape.heads == self.shape.kv_heads:
-            attention.o_proj.weight.copy_(torch.eye(hidden, attention.o_proj.weight.shape[1]))
+            part.weight.copy_(mixed[:rows] if rows <= hidden else mixed.repeat(2, 1)[:rows])
+        left, sizes, right = torch.linalg.svd(matrix)
+        rows = len(attention.v_proj.weight)
+        rank = min(rows, hidden)
+        turn = nn.init.orthogonal_(torch.empty(rank, rank))  # the heads share what is large
+        attention.v_proj.weight.zero_()[:rank, :hidden] = turn @ right[:rank]
+        outputs = F.pad(left[:, :rank] * sizes[:rank] @ turn.T, (0, rows - rank))
+        group = self.shape.heads // self.shape.kv_heads
+        outputs = outputs.unflatten(1, (self.shape.kv_heads, -1)).repeat_interleave(group, dim=1)
+        attention.o_proj.weight.copy_(outputs.flatten(1) / group)
 
     def fused(self, streams: Tensor) -> Tensor:
         """Return the states of streams [..., taps * H]."""

@@ -34,6 +34,7 @@ from tests.recipes.drafter_heads import (
     DrafterShape,
     Eagle3,
     Rows,
+    Start,
     at,
     load_weights,
     save_drafter,
@@ -42,6 +43,9 @@ from tests.recipes.drafter_prompts import make_prompt, read_sources
 
 DECAY = 0.8
 """The weight of a draft step's loss, of that of the step before it."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+START_TEXTS = 384
+"""Texts that a drafter's first weights follow from."""
 WARM_UP = 20
 """Steps in which the learning rate rises."""
 
@@ -58,10 +62,16 @@ class Schedule:
     rows: int = 24
     depths: int = 3
     scale: float = 1.0
+    dtype: torch.dtype = torch.float32
 
     def rate(self, step: int) -> float:
         """Return the factor of the learning rate."""
         return min(1.0, (step + 1) / WARM_UP, (self.steps - step) / max(1, self.decay))
+
+
+def products_in(dtype: torch.dtype) -> torch.autocast:
+    """Return the context in which matrix products are computed in a type."""
+    return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
 
 class Data:
@@ -156,7 +166,7 @@ def draft_losses(
         counts = at(rows.is_known, positions) & (positions < rows.lengths[:, None])
         states = state[counts]
         before = at(rows.ids, positions)[counts]
-        logits = states @ tables.head.T
+        logits = (states @ tables.head.T).float()
         if (bias := drafter.bias(before)) is not None:
             logits = logits + bias
         ids = at(rows.best, positions)[counts].long()
@@ -218,7 +228,8 @@ class Training:
                 group["lr"] = rate * schedule.scale * schedule.rate(self.step)
         rows = data.rows(data.order(self.step, schedule.rows, self.seed), tables.places)
         draws = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
-        losses, agreed = draft_losses(self.drafter, rows, tables, schedule.depths, draws)
+        with products_in(schedule.dtype):
+            losses, agreed = draft_losses(self.drafter, rows, tables, schedule.depths, draws)
         (losses * DECAY ** torch.arange(len(losses))).sum().backward()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -236,6 +247,21 @@ def default_taps(layers: int) -> tuple[int, ...]:
 def read_taps(folder: Path) -> tuple[int, ...]:
     """Return the streams that files of data have."""
     return tuple(json.loads((folder / "plan.json").read_text())["taps"])
+
+
+@torch.no_grad()
+def start_of(target: Target, data: Data, dtype: torch.dtype) -> Start:
+    """Return what first weights follow from: the target over the first texts of the data."""
+    parts = []
+    for first, length in zip(data.offsets[:START_TEXTS], data.lengths, strict=False):
+        span = slice(int(first), int(first + length) - 1)
+        ids = data.ids[span.start + 1 : span.stop + 1]
+        with products_in(dtype):
+            out = target.model.model(data.ids[span.start : span.stop + 1][None])
+        states = out.last_hidden_state[0, 1:].float() / target.final_norm
+        normed = F.rms_norm(states, states.shape[-1:])
+        parts.append((data.streams[span].float(), F.embedding(ids, target.embedding), normed))
+    return Start(target.final_norm, *(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 def new_drafter(target: Target, draft_vocab: int, arguments: argparse.Namespace) -> Drafter:
@@ -269,9 +295,16 @@ def new_training(target: Target, data: Data, arguments: argparse.Namespace) -> T
         saved, draft_ids = load_weights(arguments.out)
         drafter.load_state_dict(saved)
     else:
-        drafter.start_from(target.final_norm, data.streams[:4096].float())
+        drafter.start_from(start_of(target, data, DTYPES[arguments.dtype]))
     depths = arguments.depths if isinstance(drafter, Eagle3) else drafter.max_drafts
-    schedule = Schedule(arguments.steps, arguments.decay, arguments.rows, depths, arguments.scale)
+    schedule = Schedule(
+        arguments.steps,
+        arguments.decay,
+        arguments.rows,
+        depths,
+        arguments.scale,
+        DTYPES[arguments.dtype],
+    )
     training = Training(drafter, draft_ids, schedule, arguments.seed)
     if state.exists():
         training.restore(state)
@@ -351,7 +384,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--files", type=int, default=100, help="of about 50 replies each")
+    parser.add_argument("--files", type=int, default=100, help="of about 64 replies each")
     parser.add_argument("--part", default="0/1", help="which files this process writes")
     parser.add_argument("--minutes", type=float, default=150.0, help="of a slice")
     parser.add_argument("--save-minutes", type=float, default=5.0)
@@ -369,6 +402,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--taps", type=int, nargs="+", help="of data: layers that streams passed")
     parser.add_argument("--report", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of matrix products")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args(words)
 
@@ -376,10 +410,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: argparse.Namespace) -> None:
     """Make data, or train and record it."""
     torch.set_num_threads(arguments.threads)
-    target = Target.open(arguments.target)
     if arguments.what == "data":
-        make_data(target, arguments)
+        make_data(Target.open(arguments.target, DTYPES[arguments.dtype]), arguments)
         return
+    target = Target.open(arguments.target)
     record = train(target, arguments)
     path = arguments.out / "training.json"
     slices = json.loads(path.read_text())["slices"] if path.exists() else []
