@@ -5,6 +5,7 @@ physical lines is no measure: it would reward squeezing several statements into 
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class Module:
     tree: ast.Module
     text: str
     is_package: bool = False
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Return all nodes of the tree: every measure reads them."""
+        return list(ast.walk(self.tree))
 
 
 def statements(tree: ast.AST) -> int:
@@ -256,7 +262,7 @@ def _import_graph(modules: list[Module]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module in modules:
         imported: set[str] = set()
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -293,7 +299,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 def _nodes(modules: list[Module]) -> Iterator[tuple[Module, ast.AST]]:
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             yield module, node
 
 
