@@ -307,7 +307,7 @@ def test_loading_another_model_can_be_given_up(terminal, model, key) -> None:
 
 def test_the_second_interrupt_is_announced(terminal) -> None:
     chat = terminal("--no-save")
-    chat.play("ctx 0/90,000", "<\x03", "again, Ctrl-D or /exit", "<\x03")
+    chat.play("ctx 0/90,000", "<\x03", "again, Ctrl-D", "<\x03")
     assert chat.end() == -signal.SIGINT
 
 
