@@ -167,10 +167,10 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
 
     def draw_acceptance(axes: Axes) -> None:
         """Draw the share of rounds that accepted the draft at each position."""
-        positions = range(1, len(explanation.survival) + 1)
-        shares = [100 * share for share in explanation.survival]
+        positions = range(1, len(explanation.acceptance) + 1)
+        shares = [100 * share for share in explanation.acceptance]
         axes.bar(positions, shares, alpha=0.75)
-        error_bars = _error_bars(explanation.survival, explanation.survival_intervals)
+        error_bars = _error_bars(explanation.acceptance, explanation.acceptance_intervals)
         axes.errorbar(positions, shares, error_bars, color="black", linestyle="", capsize=3)
         for position, share in zip(positions, shares, strict=True):
             axes.text(position + 0.05, share + 1, f"{share:.0f}")  # beside its error bar
@@ -185,7 +185,7 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
         axes.set_title(f"a round of this run: {explanation.now.round_ms:.2f} ms")
 
     _save(
-        [draw_draft_counts, *([draw_acceptance] if explanation.survival else []), draw_round_parts],
+        [draw_draft_counts, *([draw_acceptance] if explanation.acceptance else []), draw_round_parts],
         4.0,
         path,
     )

@@ -378,9 +378,11 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
         ran = spd_run("generate", QUICK, arguments, "--stats", "--trace", tmp_path / name, ASK)
         assert ran.code == 0 and ran.text.strip()
         speeds[name] = re.findall(r" · ([\d.]+) tok/s", ran.err)
+        drafts[name] = re.findall(r" · drafts (\d+)/(\d+)", ran.err)
         return tmp_path / name
 
     speeds: dict[str, list[str]] = {}
+    drafts: dict[str, list[tuple[str, str]]] = {}
 
     mtp = traced("mtp", "--no-adaptive")
     result = spd_run("explain", mtp)
@@ -391,6 +393,8 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     run_row = next(line for line in result.text.splitlines() if "← now" in line).split()
     assert run_row[:2] == ["this", "run"]
     assert float(run_row[5]) == pytest.approx(float(speeds["mtp"][0]), rel=0.2)
+    accepted = "{} of {} drafts were accepted".format(*drafts["mtp"][0])
+    assert accepted in " ".join(result.text.split())
     explanation = spd_run("explain", mtp, "--json").json
     assert explanation["method"] == "mtp" and explanation["k"] == 3 and explanation["rounds"] > 5
     plain = traced("plain", "--spec", "off")

@@ -73,7 +73,7 @@ def test_a_trace_is_drawn(tmp_path: Path, matplotlib: None, spd_run: Callable[..
     assert ran.code == 0 and "← best" in ran.text
     texts = texts_of(tmp_path / "trace.svg")
     explanation = explain_traces([trace])
-    shares = [f"{100 * share:.0f}" for share in explanation.survival]
+    shares = [f"{100 * share:.0f}" for share in explanation.acceptance]
     assert {"draft: what other K would give", "this run", "drafting", *shares} <= {*texts}
     assert f"a round of this run: {explanation.now.round_ms:.2f} ms" in texts
     drawn = (tmp_path / "trace.svg").read_text()

@@ -106,14 +106,14 @@ def explanation_lines(
         header = [header[0], *header[4:]]
         rows = [[cells[0], *cells[4:]] for cells in rows]
     lines = table_lines(header, rows)
-    shares = [f"{share:.0%}" for share in explanation.survival]
+    shares = [f"{share:.0%}" for share in explanation.acceptance]
     if shares and glyphs is None:
         lines.append(f"accepted by position: {' '.join(shares)}")
     elif shares and glyphs is not None:
         bars = [
             Bar(f"draft {position}", share, share_text, *interval)
             for position, (share, share_text, interval) in enumerate(
-                zip(explanation.survival, shares, explanation.survival_intervals, strict=True), 1
+                zip(explanation.acceptance, shares, explanation.acceptance_intervals, strict=True), 1
             )
         ]
         title = "accepted by position, 95 % interval"

@@ -195,17 +195,29 @@ def expected_length(survival: Mapping[int, Sequence[float]], k: int) -> float:
     return 1.0 + sum(shares)
 
 
-def _acceptance_counts(records: Sequence[RoundRecord]) -> list[tuple[int, int]]:
-    """Return accepted drafts by position, and the rounds with room for so many."""
-    counts: list[tuple[int, int]] = []
-    while len(room := [record for record in records if record.k > len(counts)]) >= MIN_ROUNDS:
-        counts.append((sum(record.accepted > len(counts) for record in room), len(room)))
-    return counts
-
-
 def _acceptance_shares(records: Sequence[RoundRecord]) -> tuple[float, ...]:
-    """Return the shares of accepted drafts by position, over rounds with room for so many."""
-    return tuple(accepted / rounds for accepted, rounds in _acceptance_counts(records))
+    """Return the shares of rounds that accepted 1, 2, … drafts, of those with room for so many."""
+    shares: list[float] = []
+    while len(room := [record for record in records if record.k > len(shares)]) >= MIN_ROUNDS:
+        shares.append(sum(record.accepted > len(shares) for record in room) / len(room))
+    return tuple(shares)
+
+
+def _emitted_drafts(record: RoundRecord) -> int:
+    """Return the accepted drafts of a round that were emitted: none behind the end of the text."""
+    return min(record.accepted, len(record.committed))
+
+
+def _draft_counts(records: Sequence[RoundRecord]) -> list[tuple[int, int]]:
+    """Return accepted and all drafts by position, as `--stats` counts them.
+
+    A round in which lookup found no match has none, whatever it had room for.
+    """
+    counts: list[tuple[int, int]] = []
+    while len(drafted := [r for r in records if len(r.draft) > len(counts)]) >= MIN_ROUNDS:
+        accepted = sum(_emitted_drafts(record) > len(counts) for record in drafted)
+        counts.append((accepted, len(drafted)))
+    return counts
 
 
 NORMAL_QUANTILE = 1.96
@@ -247,14 +259,21 @@ class Explanation:
     """The costs, acceptance, estimates and best k of a trace."""
 
     method: str
+    device: str  # of the first trace; "" if its header names none
     k: int  # the most common number of drafts a round; 0 where none were drafted
     rounds: int
     tokens_per_second: float  # as measured, the quantity of `generate --stats`
     parts: Mapping[str, float]  # mean milliseconds of each part of the run's rounds
     costs: Costs
-    survival: tuple[float, ...]
-    """The share of rounds that accepted the draft at each position."""
-    survival_intervals: tuple[tuple[float, float], ...]
+    drafting_rounds: int
+    """Rounds that had room for drafts, without those of lookup alone beside a model."""
+    drafted_rounds: int
+    """Those of them that had at least one draft."""
+    drafts: int  # in all rounds, as are those that were accepted
+    accepted_drafts: int
+    acceptance: tuple[float, ...]
+    """The share of accepted drafts at each position, of those drafted there."""
+    acceptance_intervals: tuple[tuple[float, float], ...]
     """The 95 % interval of each share, as if rounds were independent."""
     prospects: tuple[Estimate, ...]
     """Estimates of k = 0, 1, 2, …: of plain decoding, and of the trace's drafter."""
@@ -303,16 +322,22 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     parts = mean_parts(drafting_records)
     length = fmean(len(record.committed) for record in drafting_records)
     now = estimate(k, length, sum(parts.values()))
-    counted = _acceptance_counts([record for rounds in drafting_rounds for record in rounds])
+    with_room = [record for rounds in drafting_rounds for record in rounds]
+    draft_counts = _draft_counts(with_room)
     return Explanation(
         method=method,
+        device=str(traces[0].header.plan.get("device", "")),
         k=k,
         rounds=len(records),
         tokens_per_second=now.tokens_per_second,
         parts=parts,
         costs=costs,
-        survival=tuple(accepted / rounds for accepted, rounds in counted),
-        survival_intervals=tuple(share_interval(*counts) for counts in counted),
+        drafting_rounds=len(with_room),
+        drafted_rounds=sum(bool(record.draft) for record in with_room),
+        drafts=sum(len(record.draft) for record in drafting_records),
+        accepted_drafts=sum(_emitted_drafts(record) for record in drafting_records),
+        acceptance=tuple(accepted / drafted for accepted, drafted in draft_counts),
+        acceptance_intervals=tuple(share_interval(*counts) for counts in draft_counts),
         prospects=estimates,
         plain=estimates[0],
         now=now,
@@ -328,8 +353,10 @@ def _model_draft_rounds(trace: Trace) -> list[RoundRecord]:
 
 def bottleneck(e: Explanation) -> str:
     """Return the part that a round spends most on; acceptance where that alone decides."""
-    if not e.k:
+    if not e.drafted_rounds:
         return "that nothing was drafted"
+    if e.drafted_rounds / e.drafting_rounds < e.accepted_drafts / e.drafts:
+        return f"that only {e.drafted_rounds} of {e.drafting_rounds} rounds had drafts"
     now = e.now
     added = dict(e.parts)
     plain = round_parts(e.costs, 0)
@@ -350,6 +377,8 @@ def next_step(e: Explanation) -> str:
         return "--spec off" if e.k else "--spec auto, or a draft model: --draft-model FOLDER"
     if best.tokens_per_second <= (1 + MIN_GAIN) * now.tokens_per_second or split_spec(e.method)[1]:
         if bottleneck(e) == "the host":
+            if e.device == "cpu":  # without CUDA graphs, and the host is the device
+                return "the same run while no other program keeps the processor busy"
             return "--graphs on, --lag 1"
         # With lookup alongside, --draft-max would not be the model's k alone.
         return "nothing: this is the best that the trace knows of"
@@ -366,9 +395,11 @@ def summarize(e: Explanation) -> str:
             f"{ms / now.round_ms:.0%} {name}" for name, ms in e.parts.items() if ms > 0
         )
         plain = "" if 0 in e.costs["verify"] else " (estimated: the trace holds no plain rounds)"
+        accepted = f"{e.accepted_drafts} of {e.drafts} drafts were accepted"
         sentences = [
-            f"With {e.method}, mostly at k = {e.k}, a round takes {now.round_ms:.2f} ms ({shares}) and "
-            f"brings {now.length:.2f} tokens.",
+            f"With {e.method}, mostly at k = {e.k}, a round after the prompt's takes "
+            f"{now.round_ms:.2f} ms ({shares}) and brings {now.length:.2f} tokens; "
+            f"{accepted if e.drafts else 'no round had drafts'}.",
             f"It pays from {now.round_ms / e.plain.round_ms:.2f} tokens on, so this is {now.speed_up:.2f} × "
             f"plain decoding{plain}.",
             f"What limits it is {bottleneck(e)}.",

@@ -133,9 +133,32 @@ def test_rounds_of_lookup_alone_say_nothing_of_a_model_beside_it() -> None:
     both = Trace(with_lookup + copied)
     both.header = TraceHeader("m", 0.0, {"model_drafts": 3, "draft_max": 8})
     explanation = explain_traces([both])
-    assert explanation.survival == lone.survival and explanation.k == 3
+    assert explanation.acceptance == lone.acceptance and explanation.k == 3
     assert [prospect.k for prospect in explanation.prospects] == [0, 1, 2, 3]
     assert explanation.rounds == len(both.rounds)
+
+
+def test_rounds_in_which_lookup_found_nothing_do_not_lower_the_acceptance_of_its_drafts() -> None:
+    """Shares and totals are those of `--stats`: of what was drafted, and emitted before the end."""
+    trace = make_trace(3, 0.9, rounds=90)
+    found = [dataclasses.replace(record, method="ngram") for record in trace.rounds]
+    missed = [dataclasses.replace(r, draft=[], accepted=0, committed=[7]) for r in found]
+    last = dataclasses.replace(found[0], accepted=3, committed=[7])
+    explanation = explain_traces([Trace([*found, *missed, last])])
+    accepted = [sum(r.accepted > i for r in found) + (i < 1) for i in range(3)]
+    assert explanation.acceptance == tuple(count / 91 for count in accepted)
+    assert (explanation.drafts, explanation.accepted_drafts) == (3 * 91, sum(accepted))
+    assert explanation.prospects[3].length < 3, "a round brings fewer tokens than its drafts promise"
+    limit = "that only 91 of 181 rounds had drafts"
+    assert bottleneck(explanation) == limit and limit in explain.summarize(explanation)
+
+
+def test_a_lookup_that_found_nothing_is_said_to_have_drafted_nothing() -> None:
+    rounds = [dataclasses.replace(r, draft=[]) for r in make_trace(3, 0.0, rounds=9).rounds]
+    explanation = explain_traces([Trace(rounds)])
+    assert explanation.acceptance == () and next_step(explanation) == "--spec off"
+    words = explain.summarize(explanation)
+    assert "no round had drafts" in words and "limits it is that nothing was drafted" in words
 
 
 def test_a_block_takes_the_same_time_whatever_k_is() -> None:
@@ -176,6 +199,16 @@ def test_the_bottleneck_and_the_next_step_are_named(name: str) -> None:
             for n, word in re.findall(r"(\d+)% ([a-z ]+)[,)]", explanation.as_dict()["words"])
         }
         assert bottleneck(explanation) == max(shares, key=lambda word: shares[word])
+
+
+def test_cuda_graphs_are_not_advised_on_a_cpu() -> None:
+    """They are refused there."""
+    trace = make_trace(3, 0.5, host=12.0)
+    trace.header = dataclasses.replace(trace.header, plan={"model_drafts": 3, "device": "cpu"})
+    plain = make_trace(0, 0.0, host=12.0)
+    explanation = explain_traces([trace, plain])
+    assert bottleneck(explanation) == "the host"
+    assert "no other program" in next_step(explanation)
 
 
 def test_the_run_is_told_by_its_clock_and_prospects_on_the_same_scale() -> None:
@@ -251,8 +284,8 @@ def test_the_interval_of_a_share_ends_where_it_would_be_unlikely(successes, tria
 
 def test_each_share_has_its_interval() -> None:
     explanation = explain_traces([make_trace(3, 0.6, rounds=90)])
-    pairs = list(zip(explanation.survival, explanation.survival_intervals, strict=True))
+    pairs = list(zip(explanation.acceptance, explanation.acceptance_intervals, strict=True))
     assert len(pairs) == 3 and all(low < share < high for share, (low, high) in pairs)
-    longer = explain_traces([make_trace(3, 0.6, rounds=900)]).survival_intervals
-    widths = [high - low for low, high in (*explanation.survival_intervals, *longer)]
+    longer = explain_traces([make_trace(3, 0.6, rounds=900)]).acceptance_intervals
+    widths = [high - low for low, high in (*explanation.acceptance_intervals, *longer)]
     assert all(wide > 2 * narrow for wide, narrow in zip(widths[:3], widths[3:], strict=True))
