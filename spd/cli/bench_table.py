@@ -140,7 +140,9 @@ def _summary_facts(result: BenchResult) -> dict[str, str]:
     compared_tokens = result["equality"]["tokens"]
     differences = result["equality"]["differences"]
     machine = (
-        f"CPU x{plan['threads']}" if plan["device"] == "cpu" else result["machine"].get("gpu", "?")
+        f"{result['machine'].get('cpu') or 'CPU'} · threads {plan['threads']}"
+        if plan["device"] == "cpu"
+        else result["machine"].get("gpu", "?")
     )
     measured_works = {
         (sample["config"], json.dumps(sample["work"])) for sample in result["samples"]
@@ -205,7 +207,8 @@ def _best_row_text(rows: Sequence[Row]) -> str:
     if row["speed_up"]["low"] is None:
         return f"one repetition does not say: {name}, {ratio} in it; -r 3 or more"
     if not faster:
-        return f"plain decoding: no drafter is faster; {name}, {ratio}, {verdict(row['speed_up'])}"
+        slower = ", slower" if verdict(row["speed_up"]) == "slower" else ""
+        return f"plain decoding: no drafter is faster beyond noise; {name}, {ratio}{slower}"
     return f"{name}, {ratio}, faster"
 
 

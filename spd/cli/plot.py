@@ -86,10 +86,13 @@ def _draw_speeds(
         ratio = row["speed_up"]
         text = f"{speed['median']:.1f}" + (f"  {ratio['median']:.2f} × plain" if ratio else "")
         right_margin = axes.get_yaxis_transform()
-        axes.text(1.01, index, text, va="center", fontsize="small", transform=right_margin)
+        axes.text(1.03, index, text, va="center", fontsize="small", transform=right_margin)
     # The interval of a few repetitions may be many times as wide as the median.
     highest = max(speed["high"] or 0.0 for speed in speeds)
-    axes.set_xlim(0, 1.05 * max(max(medians), min(highest, 1.5 * max(medians))))
+    end = 1.05 * max(max(medians), min(highest, 1.5 * max(medians)))
+    axes.set_xlim(0, end)
+    cut_rows = [index for index, speed in enumerate(speeds) if (speed["high"] or 0.0) > end]
+    axes.plot([end] * len(cut_rows), cut_rows, ">", color="black", clip_on=False, gid="cut")
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel("tokens a second, with the 95 % interval for a second run's median")
@@ -110,6 +113,8 @@ def _draw_acceptance(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> N
         counts = [(accepted, drafted) for accepted, drafted in pairs if drafted >= MIN_DRAFTS]
         shares = [accepted / drafted for accepted, drafted in counts]
         shift = 0.3 * ((index + 0.5) / len(rows) - 0.5)  # so that no interval hides another
+        if not shares and any(row["drafted_per_position"]):
+            axes.plot([], [], " ", label=f"{name}: fewer than {MIN_DRAFTS} drafts")
         if shares:
             axes.errorbar(
                 [position + shift for position in range(1, len(shares) + 1)],
@@ -158,7 +163,7 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
             label="best",
         )
         axes.axhline(explanation.tokens_per_second, color="C1", linestyle="--", label="this run")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(*speeds, explanation.tokens_per_second))
         axes.set_xticks(counts)
         axes.set_xlabel("drafts a round; 0 is plain decoding")
         axes.set_ylabel("tokens a second")
@@ -185,7 +190,11 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
         axes.set_title(f"a round of this run: {explanation.now.round_ms:.2f} ms")
 
     _save(
-        [draw_draft_counts, *([draw_acceptance] if explanation.acceptance else []), draw_round_parts],
+        [
+            draw_draft_counts,
+            *([draw_acceptance] if explanation.acceptance else []),
+            draw_round_parts,
+        ],
         4.0,
         path,
     )
@@ -196,7 +205,9 @@ def _style_acceptance(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_ylim(0, 105)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left, right = axes.get_xlim()
+    axes.set_xlim(min(left, 0.5), max(right, 1.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("position of the draft")
     axes.set_ylabel("accepted, %, with the 95 % interval")
     axes.set_title("acceptance by position")

@@ -64,6 +64,34 @@ def test_a_bench_is_drawn(tmp_path: Path, matplotlib: None) -> None:
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_one_position_has_one_tick_and_what_is_not_drawn_is_said(
+    tmp_path: Path, matplotlib: None
+) -> None:
+    """A bench of few tokens: one drafter with one position, another with too few drafts."""
+    result = make_result()
+    drafts = {0: [], 1: [50], 2: [], 3: [4]}
+    result["rows"] = [
+        {**row, "drafted_per_position": drafts[number], "accepted_per_position": drafts[number]}
+        for number, row in enumerate(result["rows"])
+    ]
+    path = tmp_path / "speed.svg"
+    plot.plot_bench(result, path)
+    texts = texts_of(path)
+    ticks = texts[texts.index("position of the draft") - 1]
+    assert ticks == "1" and not any(re.fullmatch(r"[01]\.\d+", text) for text in texts)
+    assert "$two_2$ draft k=2: fewer than 10 drafts" in texts
+
+
+def test_an_interval_beyond_the_axis_ends_in_an_arrow(tmp_path: Path, matplotlib: None) -> None:
+    result = make_result()
+    paths = tmp_path / "whole.svg", tmp_path / "cut.svg"
+    for path, high in zip(paths, (37.0, 3700.0), strict=True):
+        result["rows"][0]["tokens_per_second"]["high"] = high
+        plot.plot_bench(result, path)
+    arrows = [path.read_text().split('id="cut"')[1].split("</g>")[0] for path in paths]
+    assert [arrow.count("<use") for arrow in arrows] == [0, 1]
+
+
 def test_a_trace_is_drawn(tmp_path: Path, matplotlib: None, spd_run: Callable[..., Any]) -> None:
     trace = make_trace(3, 0.6, rounds=90)
     lines = [dataclasses.asdict(trace.header), *map(dataclasses.asdict, trace.rounds)]

@@ -113,7 +113,8 @@ def explanation_lines(
         bars = [
             Bar(f"draft {position}", share, share_text, *interval)
             for position, (share, share_text, interval) in enumerate(
-                zip(explanation.acceptance, shares, explanation.acceptance_intervals, strict=True), 1
+                zip(explanation.acceptance, shares, explanation.acceptance_intervals, strict=True),
+                1,
             )
         ]
         title = "accepted by position, 95 % interval"

@@ -148,7 +148,9 @@ def test_rounds_in_which_lookup_found_nothing_do_not_lower_the_acceptance_of_its
     accepted = [sum(r.accepted > i for r in found) + (i < 1) for i in range(3)]
     assert explanation.acceptance == tuple(count / 91 for count in accepted)
     assert (explanation.drafts, explanation.accepted_drafts) == (3 * 91, sum(accepted))
-    assert explanation.prospects[3].length < 3, "a round brings fewer tokens than its drafts promise"
+    assert explanation.prospects[3].length < 3, (
+        "a round brings fewer tokens than its drafts promise"
+    )
     limit = "that only 91 of 181 rounds had drafts"
     assert bottleneck(explanation) == limit and limit in explain.summarize(explanation)
 
