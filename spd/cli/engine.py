@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from spd.cli.terminal.console import Console
-from spd.cli.terminal.progress import loading
+from spd.cli.terminal.progress import compiling, loading
 from spd.cli.terminal.streams import is_terminal
 
 if TYPE_CHECKING:
@@ -19,12 +19,21 @@ LONG_LOAD = 3.0
 """Seconds of loading from which on a note recommends a running server."""
 
 
-def load(console: Console, name: str, config: EngineConfig) -> Engine:
-    """Return an engine; show progress on a terminal while it loads."""
-    with loading(f"loading {name}", console) as progress:
+def load(
+    console: Console, name: str, config: EngineConfig, *, recommends_server: bool = False
+) -> Engine:
+    """Return an engine; show progress on a terminal while it loads.
+
+    recommends_server: print a note after a long load, unless kernels were compiled during it.
+    """
+    compile_reports: list[str] = []
+    with loading(f"loading {name}", console) as progress, compiling(compile_reports.append):
         from spd.runtime import Engine
 
-        return Engine(config, progress=progress)
+        engine = Engine(config, progress=progress)
+    if recommends_server and not compile_reports:
+        _print_load_note(console, name, engine)
+    return engine
 
 
 def print_run_notes(
@@ -40,7 +49,7 @@ def print_run_notes(
     print_notes(console, notes, engine, settings.sampling.describe())
 
 
-def print_load_note(console: Console, name: str, engine: Engine) -> None:
+def _print_load_note(console: Console, name: str, engine: Engine) -> None:
     """Print a note after a long load if stderr is a terminal.
 
     It names the command that avoids it.

@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from spd.cli.engine import load, print_load_note, print_notes, print_run_notes
+from spd.cli.engine import load, print_notes, print_run_notes
 from spd.cli.options import GenerateOptions
 from spd.cli.terminal.console import Session, write_stderr_line
 from spd.cli.terminal.sink import Sink, check_writable, to_json
@@ -65,14 +65,17 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
             options=options, context=settings.context, text=text, request=request, sink=sink
         )
         return 0
-    engine = load(session.console, options.model, settings.config)
+    engine = load(
+        session.console,
+        options.model,
+        settings.config,
+        recommends_server=not (options.json or options.no_server),
+    )
     if engine.plan.shape.ctx != settings.context:  # memory may allow less than the model does
         settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
         with suggest_cut(options, prompt, settings.context, lambda: engine.tokenizer):
             request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
     print_run_notes(session.console, settings, engine, request)
-    if not (options.json or options.no_server):
-        print_load_note(session.console, options.model, engine)
     marks = settings.vocabulary.marks
     run = GenerateRun(
         session=session,
