@@ -143,9 +143,7 @@ def read_text(name: str) -> str:
     if not name:
         raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
     if name != "-" and os.path.isdir(name):
-        raise UsageError(
-            f"{name} is a folder, not a text file", fix=[f"-f {name.rstrip('/')}/FILE"]
-        )
+        raise UsageError(f"{name} is a folder, not a text file", fix=["name a file in it"])
     return read_input_text(name, "check the path; - reads stdin")
 
 

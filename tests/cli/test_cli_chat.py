@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from spd.conversation.vocabulary import Vocabulary, open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
+from tests.cli import conftest
 from tests.cli.conftest import (
     SPECIALS,
     TEMPLATE,
@@ -235,6 +237,18 @@ def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_pat
     assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
 
 
+def test_figures_are_of_the_engine_that_replied(talk, script, monkeypatch) -> None:
+    def load_without_drafts(progress: Any) -> None:
+        if script.engines:  # /spec has loaded another
+            plan = partial(conftest.FakePlan, spec="off")
+            monkeypatch.setattr(conftest, "FakePlan", plan)
+
+    script.on_load = load_without_drafts
+    ran = talk("Hi", "/spec off", "/stats")
+    assert re.search("^spec +off$", ran.err, re.MULTILINE)
+    assert "\ndrafts            method draft" in ran.err
+
+
 def test_drafts_that_do_not_help_are_told_once_in_a_chat(talk: Callable, script: Any) -> None:
     script.draft_fault = "cost"
     assert talk("Hi", "Again").err.count("drafts do not pay here") == 1
@@ -251,12 +265,13 @@ def test_another_speculation_or_model_leaves_the_drafter_behind(
         "/spec draft",
         "/spec mtp",
         "/spec off",
-        f"/model {other}",
+        f"/model {other}/",
         "/spec auto",
         f"/model {model}",
     )
     ran = talk(*lines, argv=["--draft-model", model])
     assert ran.code == 0, ran
+    assert re.search(rf"^model +{other}/$", ran.err, re.MULTILINE), "as it was typed"
     drafters = [
         (engine.config.spec, engine.config.draft_model is not None) for engine in script.engines
     ]

@@ -393,6 +393,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         request = _make_request(model, conversation, splitter.thinking)
         view = _make_view(chat, splitter)
         model.thread.engine().prefilling = view.report_prefill
+        model.reply_info = model.info
         try:
             for event in model.thread.run(request):
                 gathered.add(event)

@@ -39,6 +39,8 @@ class ChatModel:
         self._initial_options = options
         self.metrics: RequestMetrics | None = None
         """The metrics of the last reply."""
+        self.reply_info: EngineInfo | None = None
+        """The description of the engine that gave it: `/spec` may have loaded another since."""
         self.thread: EngineThread[EngineClient]
         self._apply_options(options, ModelFolder.resolve(options.model))
 
@@ -191,9 +193,9 @@ class ChatModel:
 
     def last_stats(self) -> Iterator[str]:
         """Return lines of statistics of the last reply. Raises UsageError."""
-        if self.metrics is None:
+        if self.metrics is None or self.reply_info is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
-        return fact_lines(stats_facts(self.metrics, self.info))
+        return fact_lines(stats_facts(self.metrics, self.reply_info))
 
     def sampling_lines(self) -> Iterator[str]:
         """Return lines of the sampling parameters and where each value comes from."""
@@ -205,7 +207,7 @@ class ChatModel:
     def summary_lines(self) -> Iterator[str]:
         """Return lines about the model, its drafter, and the memory they take."""
         plan = self.info.plan
-        field_names = ("model", "spec", "draft_max", "spec_reason", "device", "weights", "ctx")
+        field_names = ("spec", "draft_max", "spec_reason", "device", "weights", "ctx")
         size_names = ("weight_bytes", "draft_weight_bytes", "cache_bytes")
-        facts = {name: plan[name] for name in field_names}
+        facts = {"model": self.name} | {name: plan[name] for name in field_names}
         return fact_lines(facts | {name: Size(plan[name]) for name in size_names})

@@ -138,9 +138,9 @@ class Commands:
         method = normalize_spec(name)
         methods = spec_names("")
         if method not in methods or not (draft_max or "0").isdigit():
-            raise UsageError(
-                f"/spec {argument}: is not a method", fix=[f"/spec {'|'.join(methods)} [K]"]
-            )
+            single_methods = "|".join(name for name in methods if "+" not in name)
+            fix = [f"/spec {single_methods} [K]", "/spec mtp+ngram, or another beside lookup"]
+            raise UsageError(f"/spec {argument}: is not a method", fix=fix)
         options = dataclasses.replace(
             self._chat.model.options,
             spec=method,

@@ -23,7 +23,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, str]] = MappingProxyType(
         "convert-mtp": ("convert", "Copy a checkpoint's MTP head into a small folder."),
         "quantize": ("convert", "Write a model in four bits (compressed-tensors)."),
         "pull": ("models", "Download a model into the Hugging Face cache."),
-        "ls": ("models", "List the models in the Hugging Face cache."),
+        "ls": ("models", "List the models on this machine, and who keeps them."),
         "rm": ("models", "Remove models from the Hugging Face cache, after asking."),
         "doctor": ("doctor", "Check this machine, and try it out with the demo."),
         "completions": ("doctor", "Print the completion script of a shell."),
