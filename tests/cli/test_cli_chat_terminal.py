@@ -48,6 +48,8 @@ class Terminal:
             env=environment,
         )
         self.seen = b""
+        self.cursor_row = 1
+        """The row in which the cursor is said to stand."""
         self._mark = 0
 
     def size(self, rows: int, columns: int) -> None:
@@ -102,9 +104,8 @@ class Terminal:
         if ready:
             data = os.read(self.descriptor, 65536)
             self.seen += data
-            os.write(
-                self.descriptor, b"\x1b[1;1R" * data.count(b"\x1b[6n")
-            )  # where the cursor stands
+            position = f"\x1b[{self.cursor_row};1R"
+            os.write(self.descriptor, position.encode() * data.count(b"\x1b[6n"))
         return bool(ready)
 
 
@@ -221,6 +222,18 @@ def test_a_long_paste_is_folded_until_it_is_sent(terminal, tmp_path) -> None:
     assert [turn["user"] for turn in turns(tmp_path)] == ["unmarked\npaste\nof lines\nand Ctrl-J"]
     history = (tmp_path / "state" / "spd" / "history").read_text()
     assert "+line 4999 see above" in history and "[paste" not in history
+
+
+def test_all_commands_are_completed_in_the_last_rows_and_tabs_are_blanks(
+    terminal, tmp_path
+) -> None:
+    chat = terminal()
+    chat.cursor_row = 23
+    chat.play("<Hi\r", "wörld!", "›", "</\t")
+    chat.play(*(f"/{name}" for name in ("clear", "exit", "model", "set", "stats", "undo")))
+    chat.play("<\x03\x1b[200~one\tline\x1b[201~", "one", "line", "<\r", "wörld!")
+    chat.leave()
+    assert b"^I" not in chat.seen and turns(tmp_path)[1]["user"] == "one\tline"
 
 
 def test_messages_fit_a_narrow_terminal(terminal) -> None:

@@ -22,6 +22,7 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import ColorDepth
 
 from spd.cli.chat.conversation import PROMPT, is_command
@@ -29,6 +30,9 @@ from spd.cli.signals import Interrupted
 
 MAX_INLINE_PASTE_LINES = 20
 """A paste of more lines is shown as a placeholder."""
+MENU_ROWS = 17
+"""Rows of the message and of the completions below it, of which the library shows 16 at most."""
+MIN_MENU_ROWS = 4
 QUIT_SECONDS = 2.0
 ESCAPE_SECONDS = 0.05
 """An Esc is a key of its own if nothing follows for so long: key sequences arrive at once."""
@@ -77,7 +81,7 @@ class Editor:
             key_bindings=self._make_key_bindings(),
             bottom_toolbar=self._toolbar_text,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
-            reserve_space_for_menu=4,
+            input_processors=[TabsProcessor(char1=" ", char2=" ")],
         )
 
     def read(self, draft: str = "") -> str | None:
@@ -102,6 +106,8 @@ class Editor:
         # A refused message shows its placeholders again.
         for placeholder, pasted_text in self._pastes.items():
             draft = draft.replace(pasted_text, placeholder)
+        rows = self._session.output.get_size().rows
+        self._session.reserve_space_for_menu = max(MIN_MENU_ROWS, min(MENU_ROWS, rows - 4))
         try:
             text = self._session.prompt(default=draft, pre_run=self._redraw_while_loading)
         except EOFError:
