@@ -7,6 +7,7 @@ Typer takes half of a short run to import, so that plain arguments are parsed wi
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Collection
 from inspect import Parameter, Signature, cleandoc
 from typing import Annotated, Any, cast, get_type_hints
@@ -40,6 +41,10 @@ Examples:
   spd generate "What does os.path.join do?"
   git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"
   spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B"""
+
+
+MIN_HELP_COLUMNS = 30
+MAX_HELP_COLUMNS = 118
 
 
 class Command(TyperCommand):
@@ -97,7 +102,12 @@ class Command(TyperCommand):
         for panel, records in panels.items():
             if records:
                 with formatter.section(panel):
-                    formatter.write_dl(records)
+                    formatter.write_dl(records, col_max=min(30, formatter.width // 2))
+
+
+def help_width() -> int:
+    """Return the columns of help: the terminal's, where click alone never goes below 50."""
+    return max(MIN_HELP_COLUMNS, min(MAX_HELP_COLUMNS, shutil.get_terminal_size().columns - 2))
 
 
 def build_app(names: Collection[str] = COMMANDS) -> typer.Typer:
@@ -113,7 +123,7 @@ def build_app(names: Collection[str] = COMMANDS) -> typer.Typer:
         rich_markup_mode=None,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+        context_settings={"help_option_names": ["-h", "--help"], "terminal_width": help_width()},
     )
     app.callback()(root)
     command_names = [name for name in COMMANDS if name in names]
