@@ -67,10 +67,14 @@ def print_notes(
     for note in notes:
         console.note(note)
     if console.verbose:
-        from spd.cli.terminal.tables import PIPE_COLUMNS, fact_lines
+        from spd.cli.terminal.tables import PIPE_COLUMNS, Size, fact_lines
 
         load = f"{engine.load_ms / 1000:.2f} s"
-        run_facts = {"plan": engine.info.plan, "params": parameters, "load": load}
+        plan = {
+            name: Size(value) if name.endswith("_bytes") else value
+            for name, value in engine.info.plan.items()
+        }
+        run_facts = {"plan": plan, "params": parameters, "load": load}
         columns = None if is_terminal(sys.stderr) else PIPE_COLUMNS
         for line in fact_lines(run_facts, columns=columns):
             console.detail(line)

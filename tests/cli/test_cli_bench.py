@@ -397,8 +397,7 @@ def test_traces_are_explained(spd_run: Callable[..., Any], tmp_path: Path) -> No
     run_row = next(line for line in result.text.splitlines() if "← now" in line).split()
     assert run_row[:2] == ["this", "run"]
     assert float(run_row[5]) == pytest.approx(float(speeds["mtp"][0]), rel=0.2)
-    accepted = "{} of {} drafts were accepted".format(*drafts["mtp"][0])
-    assert accepted in " ".join(result.text.split())
+    assert f"{' of '.join(drafts['mtp'][0])} drafts were accepted" in " ".join(result.text.split())
     explanation = spd_run("explain", mtp, "--json").json
     assert explanation["method"] == "mtp" and explanation["k"] == 3 and explanation["rounds"] > 5
     plain = traced("plain", "--spec", "off")

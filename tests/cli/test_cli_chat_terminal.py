@@ -230,7 +230,8 @@ def test_all_commands_are_completed_in_the_last_rows_and_tabs_are_blanks(
     chat = terminal()
     chat.cursor_row = 23
     chat.play("<Hi\r", "wörld!", "›", "</\t")
-    chat.play(*(f"/{name}" for name in ("clear", "exit", "model", "set", "stats", "undo")))
+    for name in ("clear", "exit", "model", "set", "stats", "undo"):
+        chat.play(f"/{name}")
     chat.play("<\x03\x1b[200~one\tline\x1b[201~", "one", "line", "<\r", "wörld!")
     chat.leave()
     assert b"^I" not in chat.seen and turns(tmp_path)[1]["user"] == "one\tline"

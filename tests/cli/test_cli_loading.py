@@ -120,6 +120,7 @@ def test_what_took_long_is_said(ask, script, monkeypatch, terminal) -> None:
     script.load_ms = 3210.0
     ran = ask("--stats", "-v")
     assert " · load 3.21 s · first 0.01 s · " in ran.err and "load              3.21 s" in ran.err
+    assert " · weight bytes 1.00 MiB · " in " ".join(ran.err.split())
     assert ask("--json").json["timings"]["load_ms"] == 3210.0
     reason = "not the C kernels: no C compiler is installed"
     monkeypatch.setattr(conftest, "FakePlan", partial(conftest.FakePlan, kernels_reason=reason))
