@@ -49,7 +49,7 @@ def control_servers(session: Session, model: str | None, *, stop: bool, as_json:
         Sink.stdout().write(to_json(result) + "\n")
     else:
         for server_info in server_infos:
-            Sink.stdout().write(_status_line(server_info) + "\n")
+            Sink.stdout().write_lines([_status_line(server_info)])
     return 0
 
 
@@ -116,7 +116,9 @@ def start_detached(session: Session, model: str) -> int:
         write_stderr(log_text or f"the server ended at once, with status {status}\n")
         return status if status > 0 else 128 - status
     if not session.console.quiet:
-        write_stderr(f"{log_text}pid {child.pid}, log {path}; spd serve --stop ends it\n")
+        end = f"pid {child.pid}, log {path}; spd serve --stop ends it"
+        for line in [*log_text.splitlines(), end]:
+            write_stderr_line(line)
     return 0
 
 

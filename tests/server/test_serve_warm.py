@@ -24,6 +24,7 @@ from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.server.run import listen
+from tests.cli.cli_processes import run_on_terminal
 from tests.cli.conftest import command_words, wait_until
 from tests.server.conftest import MESSAGES, QUESTION, TEMPLATE
 
@@ -224,9 +225,11 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
     ran = spd(home, "serve", "--status")
     assert ran.returncode == 0
     assert ran.stdout.startswith(f"demo · http://127.0.0.1:{server}/v1 · pid ")
+    status, text = run_on_terminal("serve", "--status", columns=40, XDG_RUNTIME_DIR=str(home))
+    assert status == 0 and max(map(len, text.splitlines())) < 40
     assert spd(home, "serve", "--status", "demo-hybrid").returncode == 3
-    (status,) = json.loads(spd(home, "serve", "--status", "--json").stdout)["servers"]
-    assert {"model", "url", "pid", "spec", "ctx", "slots", "running"} <= status.keys()
+    (server_info,) = json.loads(spd(home, "serve", "--status", "--json").stdout)["servers"]
+    assert {"model", "url", "pid", "spec", "ctx", "slots", "running"} <= server_info.keys()
     ran = spd(home, "serve", "--json")
     assert ran.returncode == 2 and "--json is for --status" in ran.stdout
     words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
