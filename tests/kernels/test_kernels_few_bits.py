@@ -76,6 +76,20 @@ def test_largest_sums_are_exact(native: NativeKernels, kind: Any, code: int, gro
 
 
 @needs_compiled
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_every_byte_is_its_number_at_every_depth(native: NativeKernels, rows: int) -> None:
+    """Also the least one, -128, which quantizers seldom choose."""
+    codes = torch.arange(256).to(torch.uint8)[:, None].expand(256, 32).contiguous()
+    weight = few_bits.GroupedWeight("int8", codes, torch.ones(256, 1).bfloat16(), None, 32)
+    packed = native.pack(weight)
+    for depth in range(32):
+        x = torch.zeros(rows, 32).to(native.dtype)
+        x[:, depth] = 1
+        result = native.packed_linear(x, packed, None, FLOAT32)
+        assert torch.equal(result, (torch.arange(256.0) - 128).expand(rows, 256))
+
+
+@needs_compiled
 @pytest.mark.parametrize("group", [16, 32])
 def test_what_is_not_finite_gives_the_same_alone(native: NativeKernels, group: int) -> None:
     """Numbers of another group, in the same step of the depth, do not meet it."""
