@@ -30,7 +30,7 @@ from tests.json_schema import faults
 pytestmark = pytest.mark.usefixtures("keep_threads")
 
 QUICK_CHECKS = ["packages", "disk", "cpu", "cuda", "triton", "demo"]
-SLOW_CHECKS = ["gpu tiles", "generation"]
+SLOW_CHECKS = ["gpu tiles", "activations", "generation"]
 
 
 def checks_by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -57,6 +57,12 @@ def test_a_real_run_passes_all_checks() -> None:
         )
     if not checks["cuda"]["facts"]["devices"]:
         assert checks["gpu tiles"]["line"] == "not asked: no GPU runs Triton's kernels here"
+    ratios = checks["activations"]["facts"]["time_ratios"]
+    if "C kernels" in checks["cpu"]["line"]:
+        assert {form: set(by_rows) for form, by_rows in ratios.items()} == {
+            form: {"1", "8"} for form in ("int8", "int4")
+        }
+        assert all(0.05 < ratio < 20 for by_rows in ratios.values() for ratio in by_rows.values())
     text = checks["generation"]["facts"]
     assert text["tokens"] == 48 > text["accepted"] > 0 and text["differences"] == []
     assert checks["demo"]["facts"]["model"] == str(demo_folder())

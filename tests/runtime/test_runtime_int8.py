@@ -121,8 +121,12 @@ def test_the_plan_states_whether_activations_are_rounded(
     config = EngineConfig(model=tiny("qwen3"), device="cpu", quantize="int8", activations="int8")
     plan = make_plan(config)
     assert plan.as_dict()["activations"] == "int8" and plan.shape.form.rounds_rows
+    assert not plan.can_round_activations, "they are rounded already"
     whole = make_plan(replace(config, activations="whole"))
     assert whole.as_dict()["activations"] == "whole" and not whole.shape.form.rounds_rows
+    assert whole.as_dict()["can_round_activations"] is True
+    wide = make_plan(replace(config, activations="whole", quantize="none"))
+    assert not wide.can_round_activations
     fp8 = write_twin(tiny(), tmp_path / "fp8")
     for model, fix in ((config.model, "--quantize int8"), (fp8, "leave --activations out")):
         with pytest.raises(IncompatibleError, match="weights in integer codes") as caught:

@@ -75,6 +75,7 @@ def diagnostic_steps(*, quick: bool = False) -> list[Step]:
         Step("triton", check_triton, ("cpu",)),
         Step("demo", check_demo, ("cpu",)),
         Step("gpu tiles", check_token_tiles, ("cpu", "triton"), slow=True),
+        Step("activations", check_activations, ("cpu",), slow=True),
         Step("generation", check_texts, ("cpu", "demo"), slow=True),
     ]
     return [step for step in all_steps if not (quick and step.slow)]
@@ -290,6 +291,31 @@ def check_token_tiles() -> Finding:
             WARNING, f"{line}; that cannot be kept for engines", (fix,), {"asked": answers}
         )
     return Finding(OK, line, (), {"asked": answers})
+
+
+def check_activations() -> Finding:
+    """Measure what `--activations int8` brings to products of this processor."""
+    from spd.kernels.native.build import NativeUnavailable
+    from spd.kernels.native.library import open_library
+    from spd.runtime.lab.activation_costs import measure_time_ratios
+
+    try:
+        native = open_library(spd_cache_folder, "bfloat16")
+    except NativeUnavailable as error:
+        return Finding(OK, f"not measured: {error}", (), {"time_ratios": {}})
+    ratios = measure_time_ratios(native)
+    words = "; ".join(
+        f"{form} weights "
+        + ", ".join(f"{ratio:.2f} for {_count_rows(rows)}" for rows, ratio in by_rows.items())
+        for form, by_rows in ratios.items()
+    )
+    line = f"--activations int8, times the time of whole ones: {words}"
+    return Finding(OK, line, (), {"time_ratios": ratios})
+
+
+def _count_rows(rows: int) -> str:
+    """Return a number of rows in words."""
+    return "a row" if rows == 1 else f"{rows} rows"
 
 
 def check_texts() -> Finding:

@@ -280,6 +280,8 @@ class Explanation:
     plain: Estimate
     now: Estimate  # the run itself: means of all its rounds, whatever their k
     best: Estimate
+    can_round_activations: bool
+    """True if `--activations int8` would make products cheaper, and change the text."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of `spd explain --json`."""
@@ -342,6 +344,9 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         plain=estimates[0],
         now=now,
         best=max(estimates, key=lambda estimate: estimate.tokens_per_second),
+        can_round_activations=all(
+            trace.header.plan.get("can_round_activations", False) for trace in traces
+        ),
     )
 
 
@@ -408,4 +413,9 @@ def summarize(e: Explanation) -> str:
         way = f"{e.method} at k = {best.k}" if best.k else "plain decoding"
         speeds = f"{best.tokens_per_second:.1f} tokens/s, {best.speed_up:.2f} × plain"
         sentences.append(f"The best by this trace is {way}: {speeds}.")
+    if e.can_round_activations:
+        sentences.append(
+            "With --activations int8 verification is cheaper, and the text another: "
+            "spd doctor measures by how much."
+        )
     return " ".join([*sentences, f"Next: {next_step(e)}."])

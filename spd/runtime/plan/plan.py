@@ -109,6 +109,12 @@ class EnginePlan:
         return self.config.prefix_sharing and (self.shape.snapshots > 0 or not recurrent)
 
     @property
+    def can_round_activations(self) -> bool:
+        """True if `--activations int8` is possible and was not asked for."""
+        form = self.shape.form
+        return self.shape.on_cpu and form.has_integer_codes and not form.rounds_rows
+
+    @property
     def drafter_is_recurrent(self) -> bool:
         """True if the drafter has recurrent states: drafts cannot be removed from them."""
         return _any_recurrent(self.shape.draft)
@@ -142,6 +148,7 @@ class EnginePlan:
             **{name: getattr(self.config, name) for name in FROM_CONFIG},
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in nested},
+            "can_round_activations": self.can_round_activations,
             "prefix_sharing": self.shares_prefixes,
             "checkpoint_bytes": shape.snapshots and shape.snapshots * snapshot_nbytes(shape),
             "page_size": PAGE_SIZE,

@@ -21,6 +21,7 @@ from spd.runtime.lab.explain import (
     next_step,
     read_trace,
     share_interval,
+    summarize,
 )
 
 GOOD = (10.0, 0.2)
@@ -291,3 +292,12 @@ def test_each_share_has_its_interval() -> None:
     longer = explain_traces([make_trace(3, 0.6, rounds=900)]).acceptance_intervals
     widths = [high - low for low, high in (*explanation.acceptance_intervals, *longer)]
     assert all(wide > 2 * narrow for wide, narrow in zip(widths[:3], widths[3:], strict=True))
+
+
+def test_rounded_activations_are_named_where_every_trace_could_have_had_them() -> None:
+    """The trace's plan says whether they could."""
+    can = make_trace(3, 0.7)
+    can.header = TraceHeader("m", 0.0, {**can.header.plan, "can_round_activations": True})
+    assert "--activations int8" in summarize(explain_traces([can]))
+    assert "--activations int8" not in summarize(explain_traces([make_trace(3, 0.7)]))
+    assert "--activations int8" not in summarize(explain_traces([can, make_trace(2, 0.7)]))
