@@ -159,7 +159,12 @@ TORCH_FREE = (
     *room("models.weights", "models.layouts", "models.families", "models.eagle3"),
 )
 WITH_TORCH = room(
-    "engine.assembly", "engine.device", "engine.engine", "lab.replay", "lab.tile_checks"
+    "engine.assembly",
+    "engine.device",
+    "engine.engine",
+    "lab.activation_costs",
+    "lab.replay",
+    "lab.tile_checks",
 )
 KERNELS_IMPORT = (
     "torch",
