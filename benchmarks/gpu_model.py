@@ -11,6 +11,7 @@ tests the prediction. Times are in microseconds, sizes in bytes. No GPU is neede
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -21,7 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
-from spd.kernels.attention.attention_chunks import LARGE_CHUNK, LARGE_FROM, SMALL_CHUNK
+from spd.kernels.attention.attention_chunks import (
+    CODE_CHUNKS,
+    LARGE_CHUNK,
+    LARGE_FROM,
+    SMALL_CHUNK,
+)
 from spd.kernels.launch import Device
 from spd.kernels.linear.skinny_config import config_for
 
@@ -93,6 +99,10 @@ class CodesModel:
 
 BLOCK_BYTES = 128 * 128 * 2 * 2
 """Keys and values of 128 positions of one head, in 16 bits."""
+CODE_BLOCK_BYTES = 128 * (128 + 2) * 2
+"""The same in eight bits, with a scale a row."""
+CODE_INSTRUCTIONS = 2 * 916
+"""Instructions a warp of 128 codes' keys and values, of which the loop takes 64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ class AttentionModel:
     """True where a program takes the next item once it is free, not every 264th."""
     heads: int = 8
     programs: int = 2 * H200.processors
+    block_bytes: int = BLOCK_BYTES
 
     def chunks(self, context: int) -> list[int]:
         """Return the keys of each chunk of a context."""
@@ -128,7 +139,7 @@ class AttentionModel:
         items = self.chunks(context) * slots * self.heads
         block = self.block
         if len(items) <= H200.processors:  # no two programs share a processor
-            block = len(items) * BLOCK_BYTES / STREAM_RATE
+            block = len(items) * self.block_bytes / STREAM_RATE
         launch = self.launch + (self.ramp if len(items) > self.programs else 0.0)
         costs = sorted((self.item + block * -(-keys // 128) for keys in items), reverse=True)
         if not self.counter:
@@ -196,6 +207,14 @@ def delta_by_position(shape: DeltaShape, slots: int, k: int) -> float:
 
 PRODUCT = ProductModel()
 ATTENTION = AttentionModel()
+CODE_ATTENTION = replace(
+    ATTENTION,
+    # Bytes bind, or instructions: two programs have two warps on each of four schedulers.
+    block=max(ATTENTION.block * CODE_BLOCK_BYTES / BLOCK_BYTES, 2 * CODE_INSTRUCTIONS / CLOCK),
+    borders=((0, CODE_CHUNKS * SMALL_CHUNK), (LARGE_FROM, CODE_CHUNKS * LARGE_CHUNK)),
+    block_bytes=CODE_BLOCK_BYTES,
+)
+"""Attention to codes, which no GPU has measured yet."""
 PLANNED_ATTENTION = replace(
     ATTENTION,
     launch=3.4,
@@ -272,6 +291,19 @@ def table(rows: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
+def code_lines() -> str:
+    """Return a line for each context: attention to 16 bits and to codes, by the model."""
+    lines = []
+    for slots, context in itertools.product((1, 16), (1024, 4096, 32768)):
+        whole = ATTENTION.time(slots, context)
+        codes = CODE_ATTENTION.time(slots, context)
+        lines.append(
+            f"paged_attention {slots} slots {context}: {whole:.1f} us in 16 bits, "
+            f"{codes:.1f} us in int8, {whole / codes:.2f} x"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -281,6 +313,7 @@ def main() -> None:
     report = json.loads(parser.parse_args().report.read_text(encoding="utf-8"))
     print(f"{report['gpu']}, commit {report['commit'][:8]}\n")
     print(table(list(cases(report))))
+    print(f"\n{code_lines()}")
 
 
 if __name__ == "__main__":

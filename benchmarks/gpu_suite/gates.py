@@ -92,8 +92,10 @@ def _chunk_rates(result: Mapping[str, Any], part: str) -> Figures:
     return [1e-6 * rate for rate in _shares(result, ["delta_chunks "], [part])]
 
 
-def _against_wide(result: Mapping[str, Any], kind: str) -> Figures:
-    rows = _rows(result, [f"{kind} "], DECODE_ROWS)
+def _against_wide(
+    result: Mapping[str, Any], beginning: str, sizes: Sequence[str] = DECODE_ROWS
+) -> Figures:
+    rows = _rows(result, [beginning], sizes)
     return [rival / us for us, _, rival in rows if us is not None and rival is not None]
 
 
@@ -177,6 +179,13 @@ def _dense_gates() -> Iterator[Gate]:
         _shares, beginnings=[*large, "paged_attention 16 slots 32768"], sizes=["1", "5"]
     )
     yield table("decode attention, of the read rate", figures=attention, minimum=0.8, goal=0.88)
+    ratio = partial(_against_wide, beginning="paged_attention in int8 16 slots 4096", sizes=["1"])
+    yield table(
+        "decode attention in int8 against 16 bits, 16 slots at 4096",
+        figures=ratio,
+        minimum=1.6,
+        goal=1.8,
+    )
     plain = partial(Gate, probe="plain")
     share = partial(_plain, field="share_of_floor")
     yield plain("8B plain at batch 1, of the byte floor", figures=share, minimum=0.78, goal=0.87)
@@ -265,7 +274,7 @@ def _sparse_gates() -> Iterator[Gate]:
             minimum=0.8,
             goal=0.88,
         )
-        ratio = partial(_against_wide, kind=kind)
+        ratio = partial(_against_wide, beginning=f"{kind} ")
         yield table(f"{kind} products against wide ones", figures=ratio, minimum=1.6, goal=1.85)
     shares = partial(_shares, beginnings=["int4 "], sizes=DECODE_ROWS)
     # An H200 reads four bits faster than it unpacks them; on consumer cards the goal is 0.75.

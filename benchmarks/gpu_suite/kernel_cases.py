@@ -192,9 +192,12 @@ def row_case(bench: Bench, hidden: int, vocab: int, rows: Sequence[int]) -> Rows
 @dataclass(frozen=True)
 class Pools:
     """Keys and values of several layers, each [pages, PAGE, K, D], and the slots' page table [S,
-    P]."""
+    P].
 
-    layers: list[tuple[Tensor, Tensor]]
+    Those of rounded heads are codes, and their scales follow.
+    """
+
+    layers: list[tuple[Tensor, ...]]
     page_table: Tensor
 
     @classmethod
@@ -203,11 +206,19 @@ class Pools:
     ) -> Pools:
         """Build full pages for `context` positions a slot, in an order that no stride predicts."""
         pages = -(-context // PAGE)
+        shape = (slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
 
         def random_pool() -> Tensor:
-            return bench.normal(slots * pages + 2, PAGE, heads.num_kv_heads, heads.head_dim)
+            if heads.rounded:
+                return bench.normal(*shape, scale=30.0).clamp(-127, 127).to(torch.int8)
+            return bench.normal(*shape)
 
-        layers = [(random_pool(), random_pool()) for _ in range(copies)]
+        def random_scales() -> Tensor:
+            return torch.rand(shape[:3], device=bench.timer.device).half() / 30
+
+        layers: list[tuple[Tensor, ...]] = [(random_pool(), random_pool()) for _ in range(copies)]
+        if heads.rounded:
+            layers = [(*layer, random_scales(), random_scales()) for layer in layers]
         table = torch.randperm(slots * pages, device=bench.timer.device) + 2
         return cls(layers, table.view(slots, pages))
 
@@ -228,17 +239,29 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: boo
     )
 
 
+def _entry_bytes(heads: AttentionHeads) -> int:
+    """Return the bytes of one head's keys or values of a position, with the scale of codes."""
+    return heads.head_dim + 2 if heads.rounded else 2 * heads.head_dim
+
+
 def attention_case(
     bench: Bench, heads: AttentionHeads, slots: int, context: int, rows: Sequence[int]
 ) -> Rows:
-    """Measure windows at a context's end, against torch's attention to contiguous keys,
-    unmasked."""
+    """Measure windows at a context's end, against torch's attention to contiguous keys, unmasked.
+
+    The rival of codes is the same operation on the bench's type.
+    """
     kernels = bench.kernels
     table_rows = Rows()
     device = bench.timer.device
-    nbytes = slots * context * 2 * heads.num_kv_heads * heads.head_dim * 2
+    nbytes = slots * context * 2 * heads.num_kv_heads * _entry_bytes(heads)
     pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
-    scale = heads.head_dim**-0.5
+    whole_heads = replace(heads, rounded=False)
+    whole = pools
+    if heads.rounded:
+        copies = bench.timer.copies(2 * nbytes)
+        whole = Pools.build(bench, whole_heads, slots, context, copies)
+    params = AttentionParams(heads.head_dim**-0.5)
     for width in rows:
         positions = (
             (torch.arange(width, device=device) + context - width).expand(slots, width).contiguous()
@@ -249,11 +272,22 @@ def attention_case(
         plan = planning()
         query = bench.normal(slots, width, heads.num_heads, heads.head_dim)
         calls = [
-            partial(kernels.paged_attention, query, pair, plan, AttentionParams(scale))
-            for pair in pools.layers
+            partial(kernels.paged_attention, query, layer, plan, params) for layer in pools.layers
         ]
-        plain = pools.contiguous(slots, context)
-        rival = [partial(_attend, query.transpose(1, 2), k, v, scale, False) for k, v in plain]
+        rival: list[Call]
+        if heads.rounded:
+            window = replace(window, page_table=whole.page_table)
+            plan = kernels.plan_attention(window, whole_heads, PAGE, bench.dtype)
+            rival = [
+                partial(kernels.paged_attention, query, layer, plan, params)
+                for layer in whole.layers
+            ]
+        else:
+            rows_first = query.transpose(1, 2)
+            rival = [
+                partial(_attend, rows_first, k, v, params.scale, False)
+                for k, v in pools.contiguous(slots, context)
+            ]
         table_rows[str(width)] = bench.row(calls, nbytes, rival)
         table_rows[f"plan {width}"] = bench.row([planning], None)
     return table_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,13 @@ def cases() -> dict[str, Case]:
             name = f"paged_attention {slots} slots {context}"
             all_cases[name] = partial(
                 attention_case, heads=heads, slots=slots, context=context, rows=(1, 5)
+            )
+            all_cases[f"paged_attention in int8 {slots} slots {context}"] = partial(
+                attention_case,
+                heads=replace(heads, rounded=True),
+                slots=slots,
+                context=context,
+                rows=(1, 5),
             )
     all_cases["prefill_attention 256 after"] = partial(
         prefill_case, heads=heads, chunk=256, starts=(0, 4096, 32512)

@@ -194,8 +194,7 @@ class Kernels(Protocol):
         qkv [T, (H + 2K) * D], D even: queries, keys, values. qk_weight [H + K, D]: scales of a norm
         of every head before the rotation. Pools are written in place; values that are not finite
         are replaced (`replace_non_finite`), so that a faulty slot cannot affect another one. Pools
-        of codes take each head's keys and values rounded (`cache_rows.round_entries`); Triton's
-        form has none.
+        of codes take each head's keys and values rounded (`cache_rows.round_entries`).
         """
         ...
 

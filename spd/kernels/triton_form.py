@@ -8,7 +8,8 @@ from spd.kernels.attention.paged_attention_triton import paged_attention, plan_a
 from spd.kernels.attention.rotary_store_triton import rotary_store
 from spd.kernels.capabilities import CAPABILITIES, Capabilities
 from spd.kernels.experts.moe_triton import experts, route, router_logits
-from spd.kernels.latent.mla_attention_triton import head_linear, latent_store, mla_attention
+from spd.kernels.latent.head_linear_triton import head_linear
+from spd.kernels.latent.mla_attention_triton import latent_store, mla_attention
 from spd.kernels.linear import skinny_linear_triton
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.head_input_triton import head_input, keep_states

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.gpu_model import ATTENTION, PLANNED_ATTENTION, REPORT, cases, table
+from benchmarks.gpu_model import ATTENTION, CODE_ATTENTION, PLANNED_ATTENTION, REPORT, cases, table
 
 
 def test_every_model_is_within_a_tenth_of_the_measured_time() -> None:
@@ -25,3 +25,10 @@ def test_chunks_cover_a_context_from_border_to_border() -> None:
 
 def test_a_counter_balances_items_better_than_a_stride() -> None:
     assert PLANNED_ATTENTION.time(1, 32768) < ATTENTION.time(1, 32768)
+
+
+def test_attention_to_codes_is_predicted_to_meet_its_gate() -> None:
+    """The gate is of 16 slots at 4096; one slot's short contexts gain little, for launches remain."""
+    for slots, context, least in ((16, 4096, 1.6), (16, 32768, 1.8), (1, 4096, 1.2)):
+        ratio = ATTENTION.time(slots, context) / CODE_ATTENTION.time(slots, context)
+        assert least <= ratio < 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +50,13 @@ CASES: dict[str, kernels.Case] = {
     "draw": partial(kernels.draw_case, vocab=100, hidden=32, rows=(1, 5)),
     "rows": partial(kernels.row_case, hidden=32, vocab=100, rows=(1, 5)),
     "attention": partial(kernels.attention_case, heads=HEADS, slots=2, context=512, rows=(1, 5)),
+    "attention in int8": partial(
+        kernels.attention_case,
+        heads=replace(HEADS, rounded=True),
+        slots=2,
+        context=512,
+        rows=(1, 5),
+    ),
     "prefill": partial(kernels.prefill_case, heads=HEADS, chunk=64, starts=(0, 512)),
     "sampling": partial(rounds.sampling_case, vocab=300, rows=(1, 3)),
     "rotary": partial(kernels.rotary_case, heads=HEADS, rows=(1, 3)),

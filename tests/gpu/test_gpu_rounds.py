@@ -77,10 +77,14 @@ class Model:
 
 
 def make_model(name: str, place: Path) -> Model:
-    """Write the demo as it is stored, in int8 or in FP8 blocks, or a tiny model of another kind."""
+    """Write the demo as it is stored, in int8 or in FP8 blocks, or a tiny model of another kind.
+
+    "cache" is the demo with its cache in eight bits.
+    """
     options: dict[str, Any] = {
         "dtype": "bfloat16",
         "quantize": "int8" if name == "int8" else "none",
+        "kv": "int8" if name == "cache" else "auto",
     }
     folder = demo_folder()
     draft = demo_draft_folder()
@@ -112,6 +116,7 @@ def make_model(name: str, place: Path) -> Model:
 
 EVERY = ("ngram", "draft", "mtp", "eagle3", "mtp+ngram")
 METHODS = {"bfloat16": EVERY[:4], "int8": EVERY, "fp8": EVERY, "float32": EVERY[:2]}
+METHODS["cache"] = ("draft", "mtp", "eagle3")
 METHODS["hybrid"] = ("mtp", "ngram", "mtp+ngram")
 ALONE = [
     ("bfloat16", "off", 0),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spd.formats.block_config import RouterConfig
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
-from spd.kernels.attention.rotary_store import RotatedRows
+from spd.kernels.attention.rotary_store import Pools, RotatedRows
 from spd.kernels.capabilities import SUPER_BLOCK
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.experts.moe import ExpertWeights
@@ -209,24 +209,30 @@ def attention() -> Launches:
     chunk = Windows(of(I64, 1, 80), of(BOOL, 1, 80), table[:1], (), (), 64)
     cases: Launches = {}
 
+    def pools_of(dtype: torch.dtype, kv_heads: int, size: int, rounded: bool) -> Pools:
+        pool = of(torch.int8 if rounded else dtype, 99, 64, kv_heads, size)
+        scales = of(F16, 99, 64, kv_heads)
+        return (pool, pool, scales, scales) if rounded else (pool, pool)
+
     def attend(
         dtype: torch.dtype,
         heads: AttentionHeads,
         softcap: float | None,
         sinks: bool = False,
         windows: Windows = windows,
+        rounded: bool = False,
     ) -> None:
         sink = of(F32, heads.num_heads) if sinks else None
         scores = AttentionParams(0.1, heads.sliding[0], softcap, sink)
+        heads = replace(heads, rounded=rounded)
         plan = OPS.plan_attention(windows, heads, 64, dtype)
-        pool = of(dtype, 99, 64, heads.num_kv_heads, heads.head_dim)
+        pools = pools_of(dtype, heads.num_kv_heads, heads.head_dim, rounded)
         query = of(dtype, 16, 5, heads.num_heads, heads.head_dim)
-        OPS.paged_attention(query, (pool, pool), plan, scores)
+        OPS.paged_attention(query, pools, plan, scores)
         plan = OPS.plan_attention(chunk, heads, 64, dtype)
-        OPS.paged_attention(query.flatten(0, 1)[None], (pool, pool), plan, scores)
+        OPS.paged_attention(query.flatten(0, 1)[None], pools, plan, scores)
 
-    def store(dtype: torch.dtype, weight: Tensor | None) -> None:
-        pool = of(dtype, 99, 64, 8, 128)
+    def store(dtype: torch.dtype, weight: Tensor | None, rounded: bool = False) -> None:
         turn = of(dtype, 4096, 128)
         rows = RotatedRows(turn, turn, of(I64, 4), of(I64, 4))
         OPS.rotary_store(
@@ -234,12 +240,13 @@ def attention() -> Launches:
             rows=rows,
             qk_weight=weight,
             epsilon=1e-6,
-            pools=(pool, pool),
+            pools=pools_of(dtype, 8, 128, rounded),
             num_heads=32,
         )
 
-    def latent(dtype: torch.dtype) -> None:
-        pool = of(dtype, 99, 64, 576)
+    def latent(dtype: torch.dtype, rounded: bool = False) -> None:
+        pool = of(torch.int8 if rounded else dtype, 99, 64, 576)
+        scales = of(F16, 99, 64, 2) if rounded else None
         query = of(dtype, 80, 128, 576)
         turn = of(F32, 4096, 64)
         query_rope = of(dtype, 80, 128, 192)[..., 128:]
@@ -252,13 +259,14 @@ def attention() -> Launches:
             norm=of(dtype, 512),
             epsilon=1e-6,
             pages=pool,
+            scales=scales,
         )
-        plan = OPS.plan_attention(windows, AttentionHeads(128, 1, 512), 64, dtype)
-        OPS.mla_attention(
-            query=query.view(16, 5, 128, 576), pages=pool, plan=plan, rank=512, scale=0.1
-        )
-        plan = OPS.plan_attention(chunk, AttentionHeads(128, 1, 512), 64, dtype)
-        OPS.mla_attention(query=query[None], pages=pool, plan=plan, rank=512, scale=0.1)
+        heads = AttentionHeads(128, 1, 512, rounded=rounded)
+        plan = OPS.plan_attention(windows, heads, 64, dtype)
+        attend_latents = partial(OPS.mla_attention, pages=pool, rank=512, scale=0.1, scales=scales)
+        attend_latents(query=query.view(16, 5, 128, 576), plan=plan)
+        plan = OPS.plan_attention(chunk, heads, 64, dtype)
+        attend_latents(query=query[None], plan=plan)
 
     for dtype, name in ((BF16, "bf16"), (F16, "fp16")):
         gemma = AttentionHeads(8, 4, 256, sliding=(4096,))
@@ -277,6 +285,14 @@ def attention() -> Launches:
     drafter = AttentionHeads(32, 8, 128, sliding=(2048,), sees_block=True)
     cases["sliding_block_bf16"] = partial(attend, BF16, drafter, None, windows=blocks)
     cases["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
+    # A cache in eight bits.
+    rounded = partial(attend, BF16, rounded=True)
+    cases["i8_bf16"] = partial(rounded, AttentionHeads(32, 8, 128), None)
+    cases["sliding_i8_bf16"] = partial(rounded, gemma, 50.0)
+    cases["wide_i8_bf16"] = partial(rounded, AttentionHeads(16, 2, 512), None)
+    cases["sinks_i8_bf16"] = partial(rounded, oss, None, sinks=True)
+    cases["plain_i8_bf16"] = partial(store, BF16, None, rounded=True)
+    cases["latent_i8_bf16"] = partial(latent, BF16, rounded=True)
     return cases
 
 

@@ -47,9 +47,9 @@ FEW = (
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
 OF_TRITON_3_5 = """
 abs add arange atomic_add bfloat16 cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float16
-float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 join load log max maximum min minimum
-num_programs permute program_id reshape rsqrt sigmoid split static_range store sum tensor trans uint32 uint8
-uint64 where zeros
+float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 int8 join load log max maximum min
+minimum multiple_of num_programs permute program_id reshape rsqrt sigmoid split static_range store sum
+tensor trans uint32 uint64 uint8 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
 ADA = {"linear_out_8b_wide_i8_bf16": 8}

@@ -52,7 +52,6 @@ REFUSED_TOGETHER: list[tuple[dict[str, Any], type[SpdError], str]] = [
         IncompatibleError,
         "--activations int8 is for a CPU",
     ),
-    ({"kv": "int8", "kernels": "triton"}, IncompatibleError, "--kv int8 is for torch's"),
     ({"draft_ctx": 64, "spec": "ngram"}, UsageError, "about a model that drafts"),
     ({"tp": 4, "draft_tp": 3}, UsageError, "--draft-tp must divide --tp"),
     (

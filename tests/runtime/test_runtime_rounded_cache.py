@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from spd.errors import IncompatibleError
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.engine.page_table import ROOT, TextHashes
-from spd.runtime.plan.kernel_choice import check_cache
 from spd.runtime.plan.memory import measure
 from spd.runtime.plan.memory_fit import remedies
 from spd.runtime.round.spans import Run
@@ -65,16 +63,7 @@ def test_the_plan_proposes_it_and_never_chooses_it(tiny: Tiny) -> None:
     assert len(advice) == 1 and "not enough" not in advice[0]
     assert saved == measure(shape).cache - measure(rounded).cache > 0
     assert not any("--kv" in line for line in remedies(rounded, 1))
-    assert not any("--kv" in line for line in remedies(replace(shape, kernels="triton"), 1))
-
-
-def test_a_gpus_kernels_refuse_it(tiny: Tiny) -> None:
-    config = EngineConfig(model=tiny("qwen3"), kv="int8")
-    check_cache(config, "native")
-    check_cache(replace(config, kv="auto"), "triton")
-    with pytest.raises(IncompatibleError, match="--kv int8 is for torch's and C kernels") as caught:
-        check_cache(config, "triton")
-    assert caught.value.fix
+    assert any("--kv" in line for line in remedies(replace(shape, kernels="triton"), 1))
 
 
 def test_pages_of_two_forms_never_have_one_hash() -> None:

@@ -216,6 +216,12 @@ def make_fp8_blocks(folder: Path) -> Made:
     return write_twin(target, folder / "twin", ue8m0=True), options
 
 
+def in_eight_bits(made: Made) -> Made:
+    """Return a target and options with a cache in eight bits."""
+    target, options = made
+    return target, {**options, "kv": "int8"}
+
+
 NEWER = ("gpt_oss", "gemma4_moe", "mimo_v2", "step3", "nemotron_h_moe", "nemotron_h_latent")
 FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     # What makes it, and how long prompt and text are; the former are longer than a chunk, and than a window.
@@ -233,13 +239,36 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     ),
     "int8": (make_int8, 18, 4),
     "FP8 in blocks": (make_fp8_blocks, 18, 4),
+    "windows and caps in eight bits": (
+        lambda folder: in_eight_bits(make_dense(folder, "gemma2", **SHAPE)),
+        34,
+        3,
+    ),
+    "latents and a head in eight bits": (
+        lambda folder: in_eight_bits(make_mtp(folder, **LATENT)),
+        18,
+        4,
+    ),
+    "sinks in eight bits": (
+        lambda folder: in_eight_bits(
+            make_dense(folder, "gpt_oss", layers=4, vocab=97, tokenizer=False)
+        ),
+        34,
+        3,
+    ),
     "an assistant": (make_assisted, 34, 4),
     **{
         name: (partial(make_dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3)
         for name in NEWER
     },
 }
-SLOW_FAMILIES = ("FP8 in blocks", "an assistant", *NEWER[1:])
+SLOW_FAMILIES = (
+    "latents and a head in eight bits",
+    "sinks in eight bits",
+    "FP8 in blocks",
+    "an assistant",
+    *NEWER[1:],
+)
 
 
 @pytest.mark.parametrize(

@@ -312,12 +312,10 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
 
 def context_facts(shape: EngineShape, usable: int) -> Facts:
-    """Return the memory of a shape at its context, and with --kv int8 where it can have that."""
+    """Return the memory of a shape at its context, and with --kv int8."""
     from spd.runtime.plan.memory import measure
 
     total = measure(shape).total
     facts: Facts = {"ctx": shape.ctx, "total": Size(total), "fits": total <= usable}
-    if shape.kernels != "triton":
-        rounded = measure(replace(shape, rounds_cache=True)).total
-        facts |= {"total_kv_int8": Size(rounded), "fits_kv_int8": rounded <= usable}
-    return facts
+    rounded = measure(replace(shape, rounds_cache=True)).total
+    return facts | {"total_kv_int8": Size(rounded), "fits_kv_int8": rounded <= usable}

@@ -12,10 +12,16 @@ LARGE_CHUNK = 512
 combine."""
 LARGE_FROM = 4096
 """The position from which chunks are large."""
+CODE_CHUNKS = 2
+"""Chunks of 16-bit numbers that have the bytes of one chunk of codes, which has their positions.
+
+A chunk's first bytes take their time however many there are.
+"""
 
 
-def num_chunks(positions: int) -> int:
-    """Return the number of chunks that cover `positions`."""
-    return -(-min(positions, LARGE_FROM) // SMALL_CHUNK) + -(
-        -max(positions - LARGE_FROM, 0) // LARGE_CHUNK
+def num_chunks(positions: int, *, rounded: bool = False) -> int:
+    """Return the number of chunks that cover `positions`; rounded: of codes."""
+    factor = CODE_CHUNKS if rounded else 1
+    return -(-min(positions, LARGE_FROM) // (SMALL_CHUNK * factor)) + -(
+        -max(positions - LARGE_FROM, 0) // (LARGE_CHUNK * factor)
     )

@@ -4,6 +4,9 @@
 Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
 A SLIDING window, SOFTCAP or sinks of None add nothing to the compiled program. The online softmax
 of a row starts from its head's sink, where there is one: with that maximum and a sum of 1.
+
+Pools are codes where scales are not None. Scales are loaded one block ahead, for Triton moves no
+load before the block whose scores it is multiplied with.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import math
 import triton
 import triton.language as tl
 
+from spd.kernels.attention.cache_rows_triton import load_block_scales, prefetch_scales, weight_type
 from spd.kernels.overlap_triton import prefetch, wait_and_release
 
 LOG2_E = math.log2(math.e)
@@ -130,6 +134,50 @@ def load_page_ids(page_row, begin, end, COUNT: tl.constexpr, PAGE: tl.constexpr)
 
 
 @triton.jit
+def page_of(page_row, page_ids, first_page, position, end, PAGE):
+    """Return the id of the page that holds a position, 0 at or after end.
+
+    page_ids: of the pages from first_page on; None: the id is loaded.
+    """
+    if page_ids is not None:
+        is_asked = tl.arange(0, page_ids.shape[0]) == position // PAGE - first_page
+        page = tl.sum(tl.where(is_asked, page_ids, 0), 0)
+    else:
+        page = tl.load(page_row + position // PAGE, mask=position < end, other=0)
+    return page
+
+
+@triton.jit
+def mask_scores(scores, key, position, row_end, SLIDING, FIRST):
+    """Return scores [rows, keys], -inf for keys that a row does not attend to."""
+    visible = key[None, :] <= row_end[:, None]
+    if FIRST > 0:
+        visible = visible & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
+    if SLIDING is not None:
+        visible = visible & (key[None, :] > position[:, None] - SLIDING)
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def cap_scores(scores, scale, SOFTCAP):
+    """Return scores, capped where they are, and the factor that makes exponents of two of them."""
+    factor = scale
+    if SOFTCAP is not None:
+        scores = tanh(scores * scale)
+        factor = SOFTCAP * _LOG2_E
+    return scores, factor
+
+
+@triton.jit
+def weigh(scores, factor, maximum):
+    """Return rows' new maximum of scores times factor, what rescales their sums, and weights."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
+    # An explicit fma: the compiler would fuse this multiply-add only where nothing is masked.
+    weights = tl.exp2(tl.fma(scores, factor, -new_maximum[:, None]))
+    return new_maximum, tl.exp2(maximum - new_maximum), weights
+
+
+@triton.jit
 def load_last_keys(row_last, token, mask, position):
     """Load the last keys of rows at their tokens; their positions where row_last is None."""
     end = position
@@ -146,22 +194,25 @@ def load_item(items, tile, tiles_per_item, max_items):
 
 @triton.jit
 def prefetch_item(
-    key_pages, value_pages, page_table, pages, item, head, is_listed, K, D, PAGE, SMALL, LARGE, FROM
-):
+    pools, page_table, pages, item, head, is_listed, K, D, PAGE, SMALL, LARGE, FROM
+):  # fmt: skip
     """Prefetch the first page of an item into L2, for one head; nothing unless is_listed."""
     begin = chunk_begin(item & 0xFFFF, SMALL, LARGE, FROM)
     page = tl.load(
         page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=is_listed, other=0
     )
     if is_listed:
-        prefetch_page(key_pages, page, begin % PAGE, head, K, D, PAGE)
-        prefetch_page(value_pages, page, begin % PAGE, head, K, D, PAGE)
+        prefetch_page(pools.key_pages, page, begin % PAGE, head, K, D, PAGE)
+        prefetch_page(pools.value_pages, page, begin % PAGE, head, K, D, PAGE)
+        if pools.key_scales is not None:
+            prefetch_scales(pools.key_scales, page, begin % PAGE, head, K, PAGE)
+            prefetch_scales(pools.value_scales, page, begin % PAGE, head, K, PAGE)
 
 
 @triton.jit
 def attend_blocks(
-    maximum, total, acc, q, key_pages, value_pages, page_row, page_ids, head, position, row_end, begin,
-    end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
+    maximum, total, acc, q, pools, page_row, page_ids, head, position, row_end, begin, end, scale,
+    K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
 ):  # fmt: skip
     """Add keys [begin, end) to a tile's online softmax; MASKED unless all rows attend to all keys.
 
@@ -170,54 +221,54 @@ def attend_blocks(
     ids are loaded ahead, for a block whose address depended on a load could not be prefetched:
     page_ids holds those of a short span, read once; if None, the next is loaded one block early.
     """
-    column = tl.arange(0, BLOCK_D)
-    in_head = (column < D)[None, :]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    in_head = column < D
     WHOLE_BLOCKS: tl.constexpr = PAGE % BLOCK == 0
-    IDS_LOADED: tl.constexpr = page_ids is not None
-    POLICY: tl.constexpr = "evict_first" if IDS_LOADED else ""
-    if IDS_LOADED:
-        first_page = begin // PAGE
-        page_index = tl.arange(0, page_ids.shape[0])
-    else:
-        page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
+    POLICY: tl.constexpr = "" if page_ids is None else "evict_first"
+    ROUNDED: tl.constexpr = pools.key_scales is not None
+    first_page = begin // PAGE
+    page = page_of(page_row, page_ids, first_page, begin, end, PAGE)
+    if ROUNDED and WHOLE_BLOCKS:
+        row = tl.multiple_of(begin % PAGE, BLOCK) + tl.arange(0, BLOCK)
+        next_scales = load_block_scales(pools, page, row, head, K, PAGE)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
-        # From `end` on the pools may hold anything, NaN too, and zero times NaN is NaN.
-        in_range = (key < end)[:, None] & in_head if MASKED else in_head
-        offsets = head * D + column[None, :]
+        # From `end` on the pools may hold anything, NaN too, and zero times NaN is NaN. No code is.
+        in_range = (key < end)[:, None] & in_head if MASKED and not ROUNDED else in_head
+        offsets = head * D + column
         if WHOLE_BLOCKS:
-            if IDS_LOADED:
-                page = tl.sum(tl.where(page_index == start // PAGE - first_page, page_ids, 0), 0)
+            if page_ids is not None and not ROUNDED:
+                page = page_of(page_row, page_ids, first_page, start, end, PAGE)
             first = (page * PAGE + start % PAGE) * (K * D)
             offsets += tl.arange(0, BLOCK)[:, None] * (K * D)
-            if not IDS_LOADED:
-                page = tl.load(
-                    page_row + (start + BLOCK) // PAGE, mask=start + BLOCK < end, other=0
-                )
+            page = page_of(page_row, page_ids, first_page, start + BLOCK, end, PAGE)
+            if ROUNDED:
+                k_scale, v_scale = next_scales
+                row = tl.multiple_of((start + BLOCK) % PAGE, BLOCK) + tl.arange(0, BLOCK)
+                next_scales = load_block_scales(pools, page, row, head, K, PAGE)
         else:
             pages = tl.load(page_row + key // PAGE, mask=key < end, other=0)
             first = ((pages * PAGE + key % PAGE) * (K * D))[:, None]
-        k = tl.load(key_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY)
-        v = tl.load(value_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        factor = scale
-        if SOFTCAP is not None:
-            scores = tanh(scores * scale)
-            factor = SOFTCAP * _LOG2_E
+            if ROUNDED:
+                k_scale, v_scale = load_block_scales(pools, pages, key % PAGE, head, K, PAGE)
+        k = tl.load(
+            pools.key_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY
+        )
+        v = tl.load(
+            pools.value_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY
+        )
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if ROUNDED:
+            scores = scores * k_scale[None, :]
+        scores, factor = cap_scores(scores, scale, SOFTCAP)
         if MASKED:
-            visible = key[None, :] <= row_end[:, None]
-            if FIRST:
-                visible = visible & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
-            if SLIDING is not None:
-                visible = visible & (key[None, :] > position[:, None] - SLIDING)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * factor)
-        # An explicit fma: the compiler would fuse this multiply-add only where nothing is masked.
-        weights = tl.exp2(tl.fma(scores, factor, -new_maximum[:, None]))
-        rescale = tl.exp2(maximum - new_maximum)
+            scores = mask_scores(scores, key, position, row_end, SLIDING, FIRST)
+        maximum, rescale, weights = weigh(scores, factor, maximum)
         total = total * rescale + tl.sum(weights, 1)
+        if ROUNDED:
+            weights = weights * v_scale[None, :]
+        v = v.to(weight_type(q.dtype, ROUNDED))
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        maximum = new_maximum
     return maximum, total, acc
 
 
@@ -236,8 +287,8 @@ def load_queries(query, token, head, row, column, row_mask, K, GROUPS, D):
     do_not_specialize_on_alignment=["page_table", "positions", "row_last"],
 )
 def attend_chunk_kernel(
-    query, key_pages, value_pages, page_table, positions, last, items, count, partial, stats, scale,
-    slots, queries, pages, max_chunks, row_last,
+    query, pools, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
+    pages, max_chunks, row_last,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
     FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
@@ -282,13 +333,13 @@ def attend_chunk_kernel(
         page_ids = load_page_ids(page_row, begin, end, PAGES, PAGE)
         if PDL and SLIDING is None:  # an item's first page may lie before a sliding window
             prefetch_item(
-                key_pages, value_pages, page_table, pages, item, (tile + step) // tiles_per_head % K,
+                pools, page_table, pages, item, (tile + step) // tiles_per_head % K,
                 tile + step < num_tiles, K, D, PAGE, SMALL, LARGE, FROM,
             )  # fmt: skip
         maximum, total, acc = attend_blocks(
             tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, BLOCK_D), tl.float32), q, key_pages, value_pages, page_row, page_ids,
-            head, row_position, row_end, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP,
+            tl.zeros((TILE, BLOCK_D), tl.float32), q, pools, page_row, page_ids, head,
+            row_position, row_end, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP,
             True, FIRST,
         )  # fmt: skip
         at = ((slot * max_chunks + chunk) * K + head) * rows + row
@@ -349,7 +400,7 @@ def combine_chunks_kernel(
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
 def prefill_attention_kernel(
-    query, key_pages, value_pages, page_row, sinks, out, scale, rows, start,
+    query, pools, page_row, sinks, out, scale, rows, start,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr,
     FIRST: tl.constexpr,
@@ -380,17 +431,16 @@ def prefill_attention_kernel(
         cut = tl.maximum(end - SLIDING + BLOCK - 1, 0) // BLOCK * BLOCK
         cut = tl.minimum(tl.maximum(cut, begin), visible_to_all)
         maximum, total, acc = attend_blocks(
-            maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-            position, begin, cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+            maximum, total, acc, q, pools, page_row, None, head // GROUPS, position, position, begin,
+            cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
         )  # fmt: skip
         begin = cut
     maximum, total, acc = attend_blocks(
-        maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-        position, begin, visible_to_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0,
-        FIRST,
+        maximum, total, acc, q, pools, page_row, None, head // GROUPS, position, position, begin,
+        visible_to_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
     )  # fmt: skip
     maximum, total, acc = attend_blocks(
-        maximum, total, acc, q, key_pages, value_pages, page_row, None, head // GROUPS, position,
-        position, visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+        maximum, total, acc, q, pools, page_row, None, head // GROUPS, position, position,
+        visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask)

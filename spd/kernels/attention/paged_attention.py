@@ -41,6 +41,8 @@ class AttentionHeads:
     """The sliding windows of all layers, each once; None stands for layers without one."""
     sees_block: bool = False
     """True for the layers whose rows attend to all rows of a block."""
+    rounded: bool = False
+    """True where keys and values, or latents, are codes of eight bits."""
 
 
 @dataclass(frozen=True)

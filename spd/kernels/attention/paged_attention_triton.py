@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spd.kernels.attention.attention_chunks import LARGE_CHUNK, LARGE_FROM, SMALL_CHUNK, num_chunks
+from spd.kernels.attention.attention_chunks import (
+    CODE_CHUNKS,
+    LARGE_CHUNK,
+    LARGE_FROM,
+    SMALL_CHUNK,
+    num_chunks,
+)
 from spd.kernels.attention.attention_kernels_triton import (
     LOG2_E,
     attend_chunk_kernel,
@@ -28,6 +34,7 @@ from spd.kernels.attention.attention_kernels_triton import (
     plan_attention_kernel,
     prefill_attention_kernel,
 )
+from spd.kernels.attention.cache_rows_triton import KvPools
 from spd.kernels.attention.paged_attention import (
     AttentionHeads,
     AttentionParams,
@@ -95,13 +102,19 @@ class SplitPlan(AttentionPlan):
     """[S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)."""
     stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
     heads: AttentionHeads
+    page_size: int
     max_chunks: int
     programs: int
 
 
-def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, int, int]:
+def tile_shape(
+    dtype: torch.dtype, head_dim: int, device: Device, *, rounded: bool = False
+) -> tuple[int, int, int]:
     """Return rows and keys a tile, and pipeline stages, by model and device, independent of the
-    rows."""
+    rows.
+
+    rounded: True if keys and values are codes. A block of each is also held in the dtype then.
+    """
     wide = head_dim > 128
     if dtype == torch.float32:
         rows = ROW_TILE // 4
@@ -113,14 +126,19 @@ def tile_shape(dtype: torch.dtype, head_dim: int, device: Device) -> tuple[int, 
         )
         keys = KEY_BLOCK // (2 if wide else 1)
         stages = 2 if wide else 3
-    width = max(16, power_of_two(head_dim)) * dtype.itemsize
+    size = max(16, power_of_two(head_dim))
+    width = size * dtype.itemsize
     room = device.shared - RESERVED_BYTES - rows * width  # for stages of keys and values each
-    return rows, keys, max(1, min(stages, room // (2 * keys * width)))
+    if rounded:
+        room -= 2 * keys * width
+    stored = size if rounded else width
+    return rows, keys, max(1, min(stages, room // (2 * keys * stored)))
 
 
-def chunk_constants() -> dict[str, int]:
+def chunk_constants(heads: AttentionHeads) -> dict[str, int]:
     """Return the chunk sizes as constants of a kernel."""
-    return {"SMALL": SMALL_CHUNK, "LARGE": LARGE_CHUNK, "FROM": LARGE_FROM}
+    factor = CODE_CHUNKS if heads.rounded else 1
+    return {"SMALL": SMALL_CHUNK * factor, "LARGE": LARGE_CHUNK * factor, "FROM": LARGE_FROM}
 
 
 def plan_attention(
@@ -139,7 +157,7 @@ def plan_attention(
     slots, width = windows.positions.shape
     device = windows.positions.device
     capacity = windows.page_table.shape[1] * page_size
-    max_chunks = num_chunks(capacity)
+    max_chunks = num_chunks(capacity, rounded=heads.rounded)
     results = slots * max_chunks * heads.num_heads * width
 
     def empty(dtype: torch.dtype, size: int) -> Tensor:
@@ -161,6 +179,7 @@ def plan_attention(
         partial=empty(torch.float32, results * heads.head_dim),
         stats=empty(torch.float32, results * 2),
         heads=heads,
+        page_size=page_size,
         max_chunks=max_chunks,
         programs=PROGRAMS_A_PROCESSOR * device_properties(device).processors,
     )
@@ -178,7 +197,7 @@ def plan_attention(
             max_chunks,
             SLIDING=sliding,
             **sizes,
-            **chunk_constants(),
+            **chunk_constants(heads),
         )
     return plan
 
@@ -192,7 +211,7 @@ def score_scale(params: AttentionParams) -> float:
 def attend_chunks(
     kernel: Any,
     query: Tensor,
-    pools: Sequence[Tensor],
+    pools: Sequence[KvPools | Tensor | None],
     plan: SplitPlan,
     params: AttentionParams,
     **options: Any,
@@ -216,10 +235,10 @@ def attend_chunks(
         width,
         table.shape[1],
         plan.max_chunks,
-        PAGE=pools[0].shape[1],
+        PAGE=plan.page_size,
         FIRST=plan.heads.first_key,
         **options,
-        **chunk_constants(),
+        **chunk_constants(plan.heads),
         **pdl_options(query.device),
     )
 
@@ -243,7 +262,7 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
         plan.max_chunks,
         BLOCK=max(min_chunks, min(max_chunks, COMBINED_VALUES // power_of_two(size))),
         **options,
-        **chunk_constants(),
+        **chunk_constants(plan.heads),
         **pdl_options(out.device),
     )
     return out
@@ -259,7 +278,7 @@ def paged_attention(
     slots, width, num_heads, size = query.shape
     kv_heads = plan.heads.num_kv_heads
     device = device_properties(query.device)
-    tile, block, stages = tile_shape(query.dtype, size, device)
+    tile, block, stages = tile_shape(query.dtype, size, device, rounded=len(pools) > 2)
     shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
     shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": params.sliding}
     tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
@@ -267,7 +286,7 @@ def paged_attention(
     attend_chunks(
         kernel=attend_chunk_kernel,
         query=query,
-        pools=pools,
+        pools=(KvPools.of(pools),),
         plan=plan,
         params=params,
         row_last=plan.row_last,
@@ -284,7 +303,8 @@ def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, params: Attenti
     rows, num_heads, size = query.shape
     page_size, kv_heads = pools[0].shape[1:3]
     out = torch.empty((rows, num_heads, size), dtype=query.dtype, device=query.device)
-    tile, block, stages = tile_shape(query.dtype, size, device_properties(query.device))
+    device = device_properties(query.device)
+    tile, block, stages = tile_shape(query.dtype, size, device, rounded=len(pools) > 2)
     shape = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size, "PAGE": page_size}
     shape |= {
         "BLOCK_D": max(16, power_of_two(size)),
@@ -292,11 +312,9 @@ def _attend_prompt(query: Tensor, pools: Pools, plan: ChunkPlan, params: Attenti
         "BLOCK": block,
         "num_stages": stages,
     }
-    keys, values = pools
     prefill_attention_kernel[(num_heads, ceil_div(rows, tile))](
         query.contiguous(),
-        keys,
-        values,
+        KvPools.of(pools),
         plan.page_table[0],
         params.sinks,
         out,

@@ -16,7 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spd.kernels.attention.attention_kernels_triton import EMPTY_MAXIMUM, LOG2_E, is_not_finite
+from spd.kernels.attention.attention_kernels_triton import (
+    EMPTY_MAXIMUM,
+    LOG2_E,
+    is_not_finite,
+    mask_scores,
+)
+from spd.kernels.attention.cache_rows_triton import codes_of, entry_scales, weight_type
 from spd.kernels.attention.paged_attention import AttentionParams, AttentionPlan
 from spd.kernels.attention.paged_attention_triton import (
     RESERVED_BYTES,
@@ -26,10 +32,9 @@ from spd.kernels.attention.paged_attention_triton import (
     combine_chunks,
 )
 from spd.kernels.attention.rotary_store import RotatedRows, count_pairs
-from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options, power_of_two
-from spd.kernels.linear.skinny_config import TENSOR_MEMORY_ARCHITECTURES, TOKEN_TILE
-from spd.kernels.overlap_triton import release, wait, wait_and_release
+from spd.kernels.linear.skinny_config import TENSOR_MEMORY_ARCHITECTURES
+from spd.kernels.overlap_triton import wait_and_release
 
 HEADS_A_PROGRAM = 8
 """Query heads that a program rotates."""
@@ -42,16 +47,45 @@ memory.
 KEY_BLOCK = 32
 """Positions that a tile attends to at a time."""
 WARPS = 8
-BLOCK_A = 64
-"""Input columns of a head's matrix that a program multiplies at a time."""
-BLOCK_B = 64
-"""Output columns of a head's matrix that a program computes."""
+
+
+@triton.jit
+def store_latent(entry, scales, slot, value, first, second, has_value, has_key, L, HALF):
+    """Store a normed latent part, and a rotated key in halves: as codes where there are scales.
+
+    See `replace_non_finite` and `cache_rows.round_entries`.
+    """
+    is_faulty = tl.max(is_not_finite(value).to(tl.int32), 0)
+    of_key = tl.max((is_not_finite(first) | is_not_finite(second)).to(tl.int32), 0)
+    is_faulty = (is_faulty | of_key) > 0
+    if scales is not None:
+        value = value.to(tl.float32)
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
+        key_scale, value_scale, is_faulty = entry_scales(
+            tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 0),
+            tl.max(tl.abs(value), 0),
+            is_faulty,
+        )
+        value = codes_of(value, value_scale)
+        first = codes_of(first, key_scale)
+        second = codes_of(second, key_scale)
+        tl.store(scales + slot * 2, value_scale)
+        tl.store(scales + slot * 2 + 1, tl.where(is_faulty, float("nan"), key_scale))
+    else:
+        value = tl.where(is_not_finite(value), 0.0, value)
+        first = tl.where(is_faulty, float("nan"), first)
+        second = tl.where(is_faulty, float("nan"), second)
+    column = tl.arange(0, first.shape[0])
+    tl.store(entry + tl.arange(0, value.shape[0]), value, mask=has_value)
+    tl.store(entry + L + column, first, mask=has_key)
+    tl.store(entry + L + HALF + column, second, mask=has_key)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "kv_slots", "query", "latent"])
 def latent_store_kernel(
-    query, latent, cos, sin, positions, kv_slots, norm, pages, rotated_query, epsilon, query_row, query_head,
-    latent_row,
+    query, latent, cos, sin, positions, kv_slots, norm, pages, scales, rotated_query, epsilon, query_row,
+    query_head, latent_row,
     H: tl.constexpr, L: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +111,8 @@ def latent_store_kernel(
     tl.store(to, (x * cosine[None, :] - y * sine[None, :]).to(dtype), mask=mask)
     tl.store(to + HALF, (y * cosine[None, :] + x * sine[None, :]).to(dtype), mask=mask)
     if tl.program_id(1) == 0:
-        entry = pages + tl.load(kv_slots + row) * (L + R)
+        slot = tl.load(kv_slots + row)
+        entry = pages + slot * (L + R)
         latent_column = tl.arange(0, BLOCK_L)
         value = tl.load(
             latent + row * latent_row + latent_column, mask=latent_column < L, other=0.0
@@ -89,49 +124,9 @@ def latent_store_kernel(
         second = tl.load(key + HALF, mask=within, other=0.0).to(tl.float32)
         rotated_first = (first * cosine - second * sine).to(dtype)
         rotated_second = (second * cosine + first * sine).to(dtype)
-        is_faulty = tl.max(is_not_finite(value).to(tl.int32), 0)
-        is_faulty = (
-            is_faulty
-            | tl.max((is_not_finite(rotated_first) | is_not_finite(rotated_second)).to(tl.int32), 0)
-        ) > 0
-        tl.store(
-            entry + latent_column,
-            tl.where(is_not_finite(value), 0.0, value),
-            mask=latent_column < L,
-        )
-        tl.store(entry + L + column, tl.where(is_faulty, float("nan"), rotated_first), mask=within)
-        tl.store(
-            entry + L + HALF + column,
-            tl.where(is_faulty, float("nan"), rotated_second),
-            mask=within,
-        )
-
-
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["x", "y"])
-def head_linear_kernel(
-    w, x, y, rows, x_row, x_head, y_row, y_head, A: tl.constexpr, B: tl.constexpr, BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Multiply BLOCK_T rows of one head by BLOCK_B of its B columns: x [T, A] by w [A, B]."""
-    head = tl.program_id(1).to(tl.int64)
-    row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
-    wait(PDL)
-    total = tl.zeros((BLOCK_B, BLOCK_T), dtype=tl.float32)
-    for start in range(0, A, BLOCK_A):
-        inner = start + tl.arange(0, BLOCK_A)
-        at = w + head * (A * B) + inner[:, None] * B + column[None, :]
-        weights = tl.load(at, mask=(inner < A)[:, None] & (column < B)[None, :], other=0.0)
-        inside = (row_t[None, :] < rows) & (inner < A)[:, None]
-        tokens = tl.load(
-            x + row_t[None, :].to(tl.int64) * x_row + head * x_head + inner[:, None],
-            mask=inside,
-            other=0.0,
-        )
-        total = tl.dot(tl.trans(weights), tokens, total, input_precision="ieee")
-    release(PDL)
-    at = y + row_t[None, :].to(tl.int64) * y_row + head * y_head + column[:, None]
-    tl.store(at, total.to(y.dtype.element_ty), mask=(row_t[None, :] < rows) & (column < B)[:, None])
+        store_latent(
+            entry, scales, slot, value, rotated_first, rotated_second, latent_column < L, within, L, HALF
+        )  # fmt: skip
 
 
 @triton.jit
@@ -164,11 +159,23 @@ def store_half(to, values, inside, FROM, L, TILE, HALF):
 
 
 @triton.jit
+def load_entry_scales(scales, page, start, PAGE, BLOCK):
+    """Load the scales of a block's entries, written or not: of latent parts, and of rotated ones.
+
+    See `load_scales`.
+    """
+    at = scales + (page * PAGE + start % PAGE + tl.arange(0, BLOCK)) * 2
+    return tl.load(at).to(tl.float32), tl.load(at + 1).to(tl.float32)
+
+
+@triton.jit
 def attend_latents(
-    maximum, total, sums_a, sums_b, query_a, query_b, query_rope, pool, page_row, position, begin, end, scale,
-    L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
+    maximum, total, sums_a, sums_b, query_a, query_b, query_rope, pool, scales, page_row, position, begin,
+    end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
 ):  # fmt: skip
     """Add positions [begin, end) to a tile's online softmax, masked by each row's position.
+
+    scales: of codes, loaded one block ahead as in `attend_blocks`; None where the pool has none.
 
     query_a, query_b [rows, HALF] and query_rope [rows, BLOCK_R]: the halves of the queries' latent
     part, and the rotated part. begin is a multiple of BLOCK, which divides PAGE; scale includes
@@ -177,7 +184,12 @@ def attend_latents(
     column_a = tl.arange(0, HALF)
     column_b = HALF + tl.arange(0, HALF)
     rope_column = tl.arange(0, BLOCK_R)
+    ROUNDED: tl.constexpr = scales is not None
+    TYPE: tl.constexpr = query_a.dtype
+    WEIGHT_TYPE: tl.constexpr = weight_type(TYPE, ROUNDED)
     page = tl.load(page_row + begin // PAGE, mask=begin < end, other=0)
+    if ROUNDED:
+        next_scales = load_entry_scales(scales, page, begin, PAGE, BLOCK)
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # From `end` on the pool may hold anything, NaN too, and zero times NaN is NaN.
@@ -192,19 +204,29 @@ def attend_latents(
         r = tl.load(
             rows + L + rope_column[None, :], mask=in_range & (rope_column < R)[None, :], other=0.0
         )
-        scores = tl.dot(query_a, tl.trans(a), input_precision="ieee")
-        scores = tl.dot(query_b, tl.trans(b), scores, input_precision="ieee")
-        scores = tl.dot(query_rope, tl.trans(r), scores, input_precision="ieee") * scale
-        visible = key[None, :] <= position[:, None]
-        if FIRST > 0:
-            visible = visible & (key[None, :] >= tl.minimum(position, FIRST)[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = tl.dot(query_a, tl.trans(a.to(TYPE)), input_precision="ieee")
+        scores = tl.dot(query_b, tl.trans(b.to(TYPE)), scores, input_precision="ieee")
+        if ROUNDED:
+            latent_scale, rotated_scale = next_scales
+            next_scales = load_entry_scales(scales, page, next_start, PAGE, BLOCK)
+            scores = scores * latent_scale[None, :]
+            rotated = tl.dot(query_rope, tl.trans(r.to(TYPE)), input_precision="ieee")
+            scores = tl.fma(rotated, rotated_scale[None, :], scores)
+            scores = scores * scale
+        else:
+            scores = tl.dot(query_rope, tl.trans(r), scores, input_precision="ieee") * scale
+        scores = mask_scores(scores, key, position, position, None, FIRST)
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
         total = total * rescale + tl.sum(weights, 1)
-        sums_a = tl.dot(weights.to(a.dtype), a, sums_a * rescale[:, None], input_precision="ieee")
-        sums_b = tl.dot(weights.to(b.dtype), b, sums_b * rescale[:, None], input_precision="ieee")
+        if ROUNDED:
+            weights = weights * latent_scale[None, :]
+        weights = weights.to(WEIGHT_TYPE)
+        a = a.to(WEIGHT_TYPE)
+        b = b.to(WEIGHT_TYPE)
+        sums_a = tl.dot(weights, a, sums_a * rescale[:, None], input_precision="ieee")
+        sums_b = tl.dot(weights, b, sums_b * rescale[:, None], input_precision="ieee")
         maximum = new_maximum
     return maximum, total, sums_a, sums_b
 
@@ -214,7 +236,7 @@ def attend_latents(
     do_not_specialize_on_alignment=["page_table", "positions"],
 )
 def attend_latent_chunk_kernel(
-    query, pool, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
+    query, pool, scales, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
     pages, max_chunks,
     H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
@@ -253,8 +275,8 @@ def attend_latent_chunk_kernel(
         maximum, total, sums_a, sums_b = attend_latents(
             tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
             tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b,
-            query_rope, pool, page_table + slot * pages, row_position, begin, end, scale, L, R, PAGE, BLOCK,
-            HALF, BLOCK_R, FIRST,
+            query_rope, pool, scales, page_table + slot * pages, row_position, begin, end, scale, L, R, PAGE,
+            BLOCK, HALF, BLOCK_R, FIRST,
         )  # fmt: skip
         to = (slot * max_chunks + chunk) * rows + first_row
         store_half(partial + to * L, sums_a, inside, 0, L, TILE, HALF)
@@ -266,7 +288,7 @@ def attend_latent_chunk_kernel(
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
 def prefill_latent_kernel(
-    query, pool, page_row, out, scale, rows, start, H: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    query, pool, scales, page_row, out, scale, rows, start, H: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -288,22 +310,31 @@ def prefill_latent_kernel(
     _, total, sums_a, sums_b = attend_latents(
         tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
         tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b, query_rope,
-        pool, page_row, start + row // H, 0, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, 0,
+        pool, scales, page_row, start + row // H, 0, end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, 0,
     )  # fmt: skip
     to = out + first_row.to(tl.int64) * L
     store_half(to, sums_a / total[:, None], inside, 0, L, TILE, HALF)
     store_half(to, sums_b / total[:, None], inside, HALF, L, TILE, HALF)
 
 
-def tile_shape(dtype: torch.dtype, latent: int, device: Device) -> tuple[int, int, int]:
+def tile_shape(
+    dtype: torch.dtype, latent: int, device: Device, *, rounded: bool = False
+) -> tuple[int, int, int]:
     """Return rows and positions a tile, and pipeline stages, by model and device.
 
-    The argument latent is L + R.
+    The argument latent is L + R. rounded: True if pages hold codes.
     """
     size = dtype.itemsize
     if size == 4:
         return ROW_TILE // 4, KEY_BLOCK // 2, 1
     room = device.shared - RESERVED_BYTES
+    if rounded:  # widened in registers, which leaves none for more rows
+        rows = ROW_TILE // 2
+        for keys in (KEY_BLOCK, KEY_BLOCK // 2):
+            stages = (room - (rows + keys) * latent * size) // (keys * latent)
+            if stages >= 2:
+                return rows, keys, min(3, stages)
+        return rows // 2, KEY_BLOCK // 2, 1
     if device.capability[0] in TENSOR_MEMORY_ARCHITECTURES:
         return (
             ROW_TILE // 2,
@@ -328,9 +359,8 @@ def latent_store(
 ) -> Tensor:
     """Launch `Kernels.latent_store`.
 
-    The last strides of query and latent are 1, positions are not None, pages are not rounded.
+    The last strides of query and latent are 1, positions are not None.
     """
-    assert scales is None
     assert rows.positions is not None and query.stride(-1) == latent.stride(-1) == 1
     count, heads, size = query.shape
     rank = norm.shape[0]
@@ -348,6 +378,7 @@ def latent_store(
         rows.kv_slots,
         norm,
         pages,
+        scales,
         rotated_query,
         epsilon,
         query.stride(0),
@@ -359,36 +390,13 @@ def latent_store(
     return rotated_query
 
 
-def head_linear(x: Tensor, weight: HeadMatrices) -> Tensor:
-    """Launch `Kernels.head_linear`; x has a last stride of 1."""
-    assert isinstance(weight, Tensor)
-    heads, a, b = weight.shape
-    rows = x.shape[0]
-    assert x.stride(-1) == 1
-    y = torch.empty(rows, heads, b, dtype=x.dtype, device=x.device)
-    sizes = {"A": a, "BLOCK_A": min(BLOCK_A, max(16, power_of_two(a))), "B": b, "BLOCK_B": BLOCK_B}
-    head_linear_kernel[(ceil_div(rows, TOKEN_TILE), heads, ceil_div(b, BLOCK_B))](
-        weight,
-        x,
-        y,
-        rows,
-        x.stride(0),
-        x.stride(1),
-        y.stride(0),
-        y.stride(1),
-        BLOCK_T=TOKEN_TILE,
-        num_warps=4,
-        num_stages=min(3, ceil_div(a, BLOCK_A)),  # stages beyond the steps cost registers
-        **sizes,
-        **pdl_options(x.device),
-    )
-    return y
-
-
-def _shape_constants(query: Tensor, page_size: int, rank: int) -> dict[str, int]:
+def _shape_constants(query: Tensor, pages: Tensor, rank: int) -> dict[str, int]:
     """Return constants and launch options of both attention kernels."""
     heads, size = query.shape[-2:]
-    tile, keys, stages = tile_shape(query.dtype, size, device_properties(query.device))
+    page_size = pages.shape[1]
+    device = device_properties(query.device)
+    is_rounded = pages.dtype == torch.int8
+    tile, keys, stages = tile_shape(query.dtype, size, device, rounded=is_rounded)
     keys = min(keys, page_size)
     assert page_size % keys == 0
     shape = {"H": heads, "L": rank, "R": size - rank, "TILE": tile, "BLOCK": keys}
@@ -404,20 +412,16 @@ def mla_attention(
     scale: float,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Launch `Kernels.mla_attention`, with a plan of `paged_attention_triton`.
-
-    Pages are not rounded.
-    """
-    assert scales is None
+    """Launch `Kernels.mla_attention`, with a plan of `paged_attention_triton`."""
     if isinstance(plan, ChunkPlan):
-        return _attend_prompt(query[0], pages, plan, rank, scale)[None]
+        return _attend_prompt(query[0], (pages, scales), plan, rank, scale)[None]
     assert isinstance(plan, SplitPlan)
     slots, width, heads, _ = query.shape
-    shape = _shape_constants(query, pages.shape[1], rank)
+    shape = _shape_constants(query, pages, rank)
     attend_chunks(
         kernel=attend_latent_chunk_kernel,
         query=query,
-        pools=(pages,),
+        pools=(pages, scales),
         plan=plan,
         params=AttentionParams(scale),
         **shape,
@@ -428,15 +432,24 @@ def mla_attention(
 
 
 def _attend_prompt(
-    query: Tensor, pages: Tensor, plan: ChunkPlan, rank: int, scale: float
+    query: Tensor,
+    pools: tuple[Tensor, Tensor | None],
+    plan: ChunkPlan,
+    rank: int,
+    scale: float,
 ) -> Tensor:
-    """Attend query [Q, H, L + R] at the positions from the plan's start on: [Q, H, L]."""
+    """Attend query [Q, H, L + R] at the positions from the plan's start on: [Q, H, L].
+
+    pools: the pages, and the scales of those that are codes.
+    """
     rows, heads, _ = query.shape
-    shape = _shape_constants(query, pages.shape[1], rank)
+    pages, scales = pools
+    shape = _shape_constants(query, pages, rank)
     out = torch.empty((rows, heads, rank), dtype=query.dtype, device=query.device)
     prefill_latent_kernel[(ceil_div(rows * heads, shape["TILE"]),)](
         query.contiguous(),
         pages,
+        scales,
         plan.page_table[0],
         out,
         scale * LOG2_E,

@@ -229,12 +229,6 @@ CLASHES = (
         kind=IncompatibleError,
     ),
     Clash(
-        lambda c: c.kv == "int8" and c.kernels == "triton",
-        "--kv int8 is for torch's and C kernels, and --kernels triton asks for others",
-        ["leave --kv out", "--kernels auto"],
-        kind=IncompatibleError,
-    ),
-    Clash(
         lambda c: c.draft_tp is not None and c.tp % c.draft_tp != 0,
         "--draft-tp must divide --tp",
         ["leave --draft-tp out", "--draft-tp 1"],

@@ -153,13 +153,6 @@ def check_activations(config: EngineConfig, machine: Machine, form: WeightForm) 
         raise IncompatibleError(message, fix=fix if form.kind == "wide" else fix[2:])
 
 
-def check_cache(config: EngineConfig, kernels: str) -> None:
-    """Raise IncompatibleError where the chosen kernels cannot round the cache as requested."""
-    if config.kv == "int8" and kernels == "triton":
-        message = "--kv int8 is for torch's and C kernels, and a GPU's are Triton's"
-        raise IncompatibleError(message, fix=["leave --kv out", "--kernels torch", "--device cpu"])
-
-
 def choose_form(
     model: ModelConfig,
     folder: ModelFolder,

@@ -388,9 +388,8 @@ def _workspace_bytes(
     context = pages_per_slot(ctx) * PAGE_SIZE
     # Sums of the split softmax; torch also holds a mask for each head of a group and each window,
     # and scores where they are capped or have sinks.
-    attention = (
-        sum(heads * (size + 2) for heads, _, size in shapes) * rows * num_chunks(context) * 4
-    )
+    chunks = num_chunks(context, rounded=shape.rounds_cache and shape.kernels == "triton")
+    attention = sum(heads * (size + 2) for heads, _, size in shapes) * rows * chunks * 4
     if shape.kernels == "torch":
         groups = sum(heads // keys for heads, keys, _ in shapes)
         attention += widest * groups * context * (width + 1) * len(layout.windows())

@@ -138,7 +138,7 @@ def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, 
         for form in (WeightForm("int8"), int4_form(shape.kernels, shape.dtype)):
             if not form.widened:
                 yield f"--quantize {form.kind}", replace(shape, form=form, draft_form=form)
-    if not shape.rounds_cache and shape.kernels != "triton":
+    if not shape.rounds_cache:
         yield "--kv int8", replace(shape, rounds_cache=True)
     if shape.dtype == "float32":
         yield "--dtype bfloat16", replace(shape, dtype="bfloat16")

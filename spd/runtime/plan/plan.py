@@ -26,7 +26,6 @@ from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import (
     check_activations,
-    check_cache,
     choose_form,
     choose_kernels,
     native_obstacle,
@@ -432,7 +431,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     plan = resolve_plan(config, machine)
     _check_synthetic_acceptance(config.synthetic_acceptance, plan.shape.draft_max)
     check_activations(config, machine, plan.shape.form)
-    check_cache(config, plan.shape.kernels)
     free_bytes = machine.free // machine.count_sharing_ranks(plan.shape.tp)
     tiles, tiles_reason = find_tile_limits(
         machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder

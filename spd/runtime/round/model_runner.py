@@ -340,7 +340,7 @@ class ModelRunner:
             shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
             plans[heads.sees_block][shape] = self.kernels.plan_attention(
                 block_windows if heads.sees_block else windows,
-                heads,
+                replace(heads, rounded=self.cache.rounded),
                 self.cache.page_size,
                 self.dtype,
             )
