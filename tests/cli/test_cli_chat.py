@@ -23,11 +23,13 @@ from spd.cli.chat.conversation import (
     Turn,
     shared_spans,
 )
+from spd.cli.chat.model import ChatModel
 from spd.cli.chat.slash import Commands
 from spd.cli.reply_view import DraftedTextSplitter
 from spd.conversation.vocabulary import Vocabulary, open_vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.folder import ModelFolder
+from spd.kernels.native import build
 from spd.runtime.engine.request import Event, ThinkingBudget, derived_seed
 from tests.cli import conftest
 from tests.cli.conftest import (
@@ -235,6 +237,25 @@ def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_pat
     (tmp_path / "state").write_text("in the way")
     ran = talk("Hi", "Again", name=None)
     assert ran.code == 0 and ran.text.count("Hello") == 2 and ran.err.count("cannot be saved") == 1
+
+
+def test_the_first_chat_says_that_kernels_are_compiled(talk, script, monkeypatch) -> None:
+    models = list[ChatModel]()
+    start = ChatModel.start
+    seen = list[str]()
+
+    def keep_and_start(model: ChatModel) -> None:
+        models.append(model)
+        start(model)
+
+    def compile_kernels(progress: Any) -> None:
+        fields = {"done": 3, "total": 8}
+        build.logger.getChild("compiling").info("compiling C kernels", extra=fields)
+        seen.append(models[0].loading_text())
+
+    monkeypatch.setattr(ChatModel, "start", keep_and_start)
+    script.on_load = compile_kernels
+    assert talk("Hi").code == 0 and seen == ["compiling C kernels [###.....]"]
 
 
 def test_figures_are_of_the_engine_that_replied(talk, script, monkeypatch) -> None:

@@ -98,12 +98,16 @@ class ChatModel:
                 return served_by
             from spd.runtime import Engine
 
-            with compiling(lambda text: setattr(self, "_doing", text)):
+            with compiling(self._show_compiling):
                 return Engine(config, progress=progress)
 
         self._loading_label = f"loading {as_line(self.name)}"
         self.thread = EngineThread(build, lambda: [self.params(seed=0)])
         self.thread.start()
+
+    def _show_compiling(self, text: str) -> None:
+        """Take the progress of compiling kernels as what loading does now."""
+        self._loading_label = text
 
     def close(self, seconds: float = 5.0) -> bool:
         """Close the engine; False if its thread does not end in time."""
