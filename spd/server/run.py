@@ -81,9 +81,9 @@ def run(
     folder = runtime_folder(options.runtime_folder)
     path = folder / f"{os.getpid()}.sock"
     engine_identity = identity(settings.config)
-    solo_plan = make_plan(dataclasses.replace(settings.config, slots=1))
     thread = load()
     try:
+        solo_plan = make_plan(dataclasses.replace(settings.config, slots=1))
         service = Service(
             settings,
             (options.model, *options.aliases),

@@ -17,17 +17,20 @@ from typing import Any
 import pytest
 
 import spd.runtime
+import spd.server.run
 from spd.cli import engine as engine_module
 from spd.cli.chat.model import ChatModel
 from spd.cli.chat.options import ChatOptions
 from spd.cli.terminal import progress as progress_module
 from spd.cli.terminal.console import Console
 from spd.cli.terminal.progress import Ticker, loading
+from spd.errors import UsageError
 from spd.kernels.native import build
-from spd.runtime import EngineConfig, Request, SamplingParams
+from spd.runtime import EngineConfig, Request, SamplingParams, lab
 from spd.runtime.engine import assembly
 from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.engine import Engine
+from spd.runtime.lab import diagnostics
 from spd.runtime.load.progress import LoadProgress
 from spd.runtime.plan import machine
 from spd.runtime.round.round import Round
@@ -152,6 +155,31 @@ def test_a_load_of_seconds_names_what_spares_it(ask, script, monkeypatch) -> Non
 
     script.on_load = compile_kernels
     assert note not in ask().err, "the next load will not take as long"
+
+
+@pytest.mark.parametrize("argv", ["verify demo", "bench demo --category code", "doctor --quick"])
+def test_a_first_compile_is_seen_in_every_command_that_runs_a_model(
+    argv: str, spd_run, terminal, monkeypatch
+) -> None:
+    def compile_kernels(*_: object) -> None:
+        fields = {"done": 3, "total": 8}
+        build.logger.getChild("compiling").info("compiling C kernels", extra=fields)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(lab, "replay_requests", compile_kernels)
+    monkeypatch.setattr(lab.Sweep, "run", compile_kernels)
+    steps = [diagnostics.Step("cpu", compile_kernels)]
+    monkeypatch.setattr(lab, "diagnostic_steps", lambda quick: steps)
+    with redirect_stderr(terminal):
+        assert spd_run(argv.split()).code
+    assert "\rcompiling C kernels [###.....] …" in terminal.getvalue()
+
+
+def test_a_server_shows_that_it_loads_before_it_plans(spd_run, monkeypatch) -> None:
+    """A plan compiles kernels at a first run."""
+    monkeypatch.setattr(spd.runtime, "make_plan", make_failing(UsageError("a plan")))
+    monkeypatch.setattr(spd.server.run, "load", make_failing(UsageError("a load")))
+    assert_refused(spd_run("serve", "demo", "--port", 0), 2, "error: a load")
 
 
 @pytest.fixture

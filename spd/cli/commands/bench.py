@@ -24,7 +24,7 @@ from spd.cli.parser import normalize_spec, parse_size, parse_value
 from spd.cli.plot import PLOT_HELP, check_plot, plot_bench
 from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session
-from spd.cli.terminal.progress import Ticker
+from spd.cli.terminal.progress import ticking
 from spd.cli.terminal.sink import Sink, check_writable, to_json
 from spd.errors import CheckFailedError, UsageError
 from spd.runtime.lab import DRAFTING_SETTINGS, MACHINE_SETTINGS
@@ -180,7 +180,7 @@ def bench(session: Session, options: BenchOptions) -> None:
     sweep = Sweep(configs, prompts_by_config, settings)
     sweep.watch = lambda ended: session.guard.check()
     try:
-        with Ticker(session.console) as ticker:
+        with ticking(session.console) as ticker:
             sweep.report = partial(ticker.count, amount="{:,} passes".format)
             sweep.run()
     except Interrupted:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from spd.cli.options import CommonOptions, JsonOptions, argument, output_option
 from spd.cli.terminal.console import Session
-from spd.cli.terminal.progress import loading
+from spd.cli.terminal.progress import loading, ticking
 from spd.cli.terminal.sink import Sink, to_json
 
 
@@ -34,7 +33,11 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     checks: list[dict[str, object]] = []
     for step in diagnostic_steps(quick=options.quick):
         start = time.perf_counter()
-        with loading(f"{step.name}: trying", session.console) if step.slow else nullcontext():
+        with (
+            loading(f"{step.name}: trying", session.console)
+            if step.slow
+            else ticking(session.console)
+        ):
             finding = findings[step.name] = step.run(findings)
         checks.append(
             {"name": step.name, **asdict(finding), "seconds": time.perf_counter() - start}

@@ -17,7 +17,7 @@ from spd.cli.commands.verify_options import VerifyOptions
 from spd.cli.options import is_url
 from spd.cli.parser import parse_value
 from spd.cli.terminal.console import Session
-from spd.cli.terminal.progress import Ticker
+from spd.cli.terminal.progress import ticking
 from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.tables import fact_lines
 from spd.errors import CheckFailedError, UsageError
@@ -105,7 +105,7 @@ def _verify_model(session: Session, options: VerifyOptions) -> None:
     requests = lab.make_requests(
         questions, compared_temperatures, max_tokens=options.max_tokens, min_tokens=options.tokens
     )
-    with Ticker(session.console) as ticker:
+    with ticking(session.console) as ticker:
 
         def watch(run_name: str, num_ended: int) -> None:
             session.guard.check()

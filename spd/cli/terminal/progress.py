@@ -110,12 +110,19 @@ def compiling(report: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
+def ticking(console: Console) -> Iterator[Ticker]:
+    """Yield a ticker, which also shows how far kernels are compiled inside, at a first run."""
+    with Ticker(console) as ticker, compiling(lambda message: ticker.write(f"{message} …")):
+        yield ticker
+
+
+@contextmanager
 def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], None]]:
     """Show a text on the terminal while the block runs.
 
     Yield the function that takes the progress.
     """
-    with Ticker(console) as ticker, compiling(lambda message: ticker.write(f"{message} …")):
+    with ticking(console) as ticker:
         ticker.write(f"{text} …")
         yield lambda progress: ticker.count(
             PHASE_LABELS[progress.phase], progress.done, progress.total, format_size
