@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from spd.runtime.engine import draft_length as rules
 from spd.runtime.engine.draft_length import MIN_SAMPLES, PLAIN_PATIENCE, Acceptance, DraftLength
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
-from tests.helpers import make_engine, random_prompts, run_all
+from tests.helpers import Patch, make_engine, random_prompts, run_all
 
 
 def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
@@ -82,7 +83,7 @@ def test_a_rounds_slots_weigh_together() -> None:
 def test_a_few_bad_rounds_are_drafted_through() -> None:
     """After plain rounds the drafter has to catch up, so they are run only after some patience."""
     length = DraftLength(4, adaptive=True)
-    length.times_by_load[1] = length.times
+    length.times_by_load[1, 0] = length.times
     length.times.has_started = True
     for _ in range(MIN_SAMPLES):
         for k in (0, 2):
@@ -130,7 +131,7 @@ def test_each_requests_own_acceptance_weighs() -> None:
             accepted = next((i for i in range(maximum) if source.random() >= rate), maximum)
             length.observe(maximum, maximum, accepted, acceptance)
     assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
-    length.times_by_load[1] = length.times_by_load[2]  # the same costs
+    length.times_by_load[1, 0] = length.times_by_load[2, 0]  # the same costs
     length.times.has_started = True
     for acceptance, low, high in ((good, 6, 6), (bad, 0, 1)):
         length.set_requests([(acceptance, 6)])
@@ -139,6 +140,64 @@ def test_each_requests_own_acceptance_weighs() -> None:
     rates = [acceptance.rate(length.rate) for acceptance in (good, bad)]
     tokens = [rules.expected_tokens([rate], [6], 6)[6] for rate in rates]
     assert rules.expected_tokens(rates, [6, 6], 6)[6] == pytest.approx(sum(tokens) / 2)
+
+
+LONG = 4 * rules.SHORT_CONTEXT
+
+
+def play_at(length: DraftLength, positions: int, row_seconds: float, rounds: int) -> list[int]:
+    """Return the k of each round of contexts whose rows cost so much; most drafts are accepted."""
+    length.set_positions(positions)
+    chosen = []
+    for _ in range(rounds):
+        chosen.append(k := length.choose())
+        length.observe_cost(k, 0.010 + row_seconds * k, 0.0002 * k, k)
+        length.observe(k, k, round(0.8 * k))
+    return chosen
+
+
+def test_each_context_length_has_its_own_costs() -> None:
+    """Where a row costs little many drafts pay, where it costs a round none does; at once."""
+    length = DraftLength(6, adaptive=True)
+    length.set_requests([(Acceptance(), 6)])
+    for _ in range(2):
+        play_at(length, 100, 0.0001, 150)
+        play_at(length, LONG, 0.05, 150)
+    assert min(play_at(length, 100, 0.0001, 4)) >= 5
+    assert max(play_at(length, LONG, 0.05, 4)) == 0
+
+
+def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_nearest() -> None:
+    length = DraftLength(6, adaptive=True)
+    length.set_requests([(Acceptance(), 6)])
+    play_at(length, 100, 0.0001, 150)
+    assert length.choose() >= 5
+    chosen = play_at(length, LONG, 0.0002, 12)
+    assert chosen[:MIN_SAMPLES] == [0] * MIN_SAMPLES and min(chosen[MIN_SAMPLES:8]) >= 5
+    assert length.break_even(6) == pytest.approx((0.010 + 6 * 0.0004) / 0.010, rel=0.01)
+
+
+def test_unmeasured_lengths_cost_in_proportion() -> None:
+    short = rules.RoundTimes()
+    short.verify |= {k: deque([seconds] * MIN_SAMPLES) for k, seconds in ((0, 1.0), (4, 2.0))}
+    long = rules.RoundTimes(similar=short)
+    assert long.verify_times() == {0: 1.0, 4: 2.0}
+    long.verify[0].extend([3.0] * MIN_SAMPLES)
+    assert long.verify_times() == {0: 3.0, 4: 6.0}
+    long.verify[4].extend([9.0] * MIN_SAMPLES)
+    assert long.verify_times() == {0: 3.0, 4: 9.0}
+
+
+def test_the_engine_tells_how_long_contexts_are(monkeypatch: Patch) -> None:
+    """Contexts that grow past a class's border are counted in the next one."""
+    monkeypatch.setattr(rules, "SHORT_CONTEXT", 64)
+    engine = make_engine(demo_folder(), spec="mtp", adaptive=True)
+    prompts = random_prompts(1, 44, 200)
+    run_all(engine, prompts, [SamplingParams(max_tokens=40, ignore_eos=True)])
+    assert {key for key, times in engine.draft_length.times_by_load.items() if times.verify} == {
+        (1, 0),
+        (1, 1),
+    }
 
 
 TOKENS = 64

@@ -4,7 +4,8 @@ For every k of the plan, 0 included, two quantities are estimated. The first is 
 round: the probability that the first draft is accepted, weighted toward recent rounds, and the
 higher probability of each further draft once those before it were accepted. The second is the
 seconds of a round: medians of the latest times of verifying and drafting, separate for 1, 2 to 3, 4
-to 7 requests and so on. The round runs the k with the most tokens per second.
+to 7 requests and so on, and by the length of their contexts, for each row reads all of it. The
+round runs the k with the most tokens per second.
 
 Only a k that is run is measured. The first rounds run the largest k. While drafting pays, 0 and the
 neighbours of the best k are timed now and then. While it does not, a few drafts are tried, ever
@@ -52,6 +53,8 @@ PRIOR_LOOKUP_RATE = 0.85
 """The probability that is assumed at first of lookup's first draft."""
 PRIOR_LOOKUP_DRAFTS = 12.0
 """Drafts that this assumption counts for."""
+SHORT_CONTEXT = 2048
+"""Positions below which contexts count as equally long; then up to twice as many, and so on."""
 PRIOR_CHAINED_SHARE = 0.05
 """Share of a model's drafts that is assumed at first to end in text that lookup continues."""
 
@@ -134,6 +137,8 @@ class RoundTimes:
     """Times between rounds. The least is what the host takes whatever k is, when it writes no prompt."""
     drafts_at_once: bool = False
     """True if one draft forward makes all drafts of a round."""
+    similar: RoundTimes | None = None
+    """The times of as many requests whose contexts have another length."""
     has_started: bool = False
     """True once the first trials are scheduled."""
     trials: deque[int] = field(default_factory=deque)
@@ -153,13 +158,23 @@ class RoundTimes:
         rows: the drafts that are verified, where lookup continues those of a model; 0: k.
         """
         overhead = max(min(self.gaps), 1e-9)  # a clock may return zero
-        verify = medians(self.verify) or {0: 1.0}
-        draft = {0: 0.0, **medians(self.draft)}
+        verify = self.verify_times() or {0: 1.0}
+        draft = {0: 0.0, **self.draft_times()}
         forwards = {k: min(k, 1) if self.drafts_at_once else k for k in ks}
         return {
             k: overhead + _interpolate(rows or k, verify) + _interpolate(count, draft)
             for k, count in forwards.items()
         }
+
+    def verify_times(self) -> dict[int, float]:
+        """Return the seconds of verification by k, measured or by a similar load's proportions."""
+        similar = self.similar.verify_times() if self.similar else {}
+        return _complete(medians(self.verify), similar)
+
+    def draft_times(self) -> dict[int, float]:
+        """Return the seconds of drafting by forwards, as `verify_times`."""
+        similar = self.similar.draft_times() if self.similar else {}
+        return _complete(medians(self.draft), similar)
 
 
 @dataclass
@@ -200,8 +215,10 @@ class DraftLength:
     """The requests of the next rounds: the acceptance of each, and how many drafts it takes at most."""
     times: RoundTimes = field(default_factory=RoundTimes)
     """Times of rounds with about as many requests as take part now."""
-    times_by_load: dict[int, RoundTimes] = field(default_factory=dict)
-    """The times for any number of requests, by its bit length."""
+    context_class: int = 0
+    """The `context_class` of the positions of the requests' contexts."""
+    times_by_load: dict[tuple[int, int], RoundTimes] = field(default_factory=dict)
+    """The times by the bit length of the number of requests and by the class of their contexts."""
 
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
@@ -210,8 +227,32 @@ class DraftLength:
     def set_requests(self, requests: Sequence[tuple[Acceptance, int]]) -> None:
         """Set the requests that take part from now on, and how many drafts each takes at most."""
         self.requests = requests
-        new_times = RoundTimes(drafts_at_once=self.drafts_at_once)
-        self.times = self.times_by_load.setdefault(len(requests).bit_length(), new_times)
+        self._find_times()
+
+    def set_positions(self, positions: int) -> None:
+        """Set the mean positions of the requests' contexts."""
+        if context_class(positions) != self.context_class:
+            self.context_class = context_class(positions)
+            self._find_times()
+
+    def _find_times(self) -> None:
+        """Use the times of such a load.
+
+        Where there are none, those of as many requests with other contexts serve until such rounds
+        are measured, plain ones at once: verification and drafting grow differently with a context.
+        """
+        load = len(self.requests).bit_length()
+        key = (load, self.context_class)
+        if key not in self.times_by_load:
+            similar_keys = [other for other in self.times_by_load if other[0] == load]
+            nearest = min(similar_keys, key=lambda other: abs(other[1] - key[1]), default=None)
+            times = RoundTimes(drafts_at_once=self.drafts_at_once)
+            if nearest is not None and self.times_by_load[nearest].verify:
+                times.similar = self.times_by_load[nearest]
+                times.has_started = True
+                times.trials.extend([0] * MIN_SAMPLES)
+            self.times_by_load[key] = times
+        self.times = self.times_by_load[key]
 
     def choose(self) -> int:
         """Return k for the next round: `lookup_k`, or 0 to `maximum` but not above every request's cap."""
@@ -393,6 +434,27 @@ def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
     """
     enough = {k: samples for k, samples in times.items() if len(samples) >= MIN_SAMPLES} or times
     return {k: sorted(samples)[(len(samples) - 1) // 2] for k, samples in enough.items()}
+
+
+def context_class(positions: int) -> int:
+    """Return 0 for contexts below `SHORT_CONTEXT`, 1 up to twice that, 2 up to four times, …"""
+    return (positions // SHORT_CONTEXT).bit_length()
+
+
+def first_position(number: int) -> int:
+    """Return the positions from which contexts are of a class."""
+    return SHORT_CONTEXT << number - 1 if number else 0
+
+
+def _complete(measured: Mapping[int, float], similar: Mapping[int, float]) -> dict[int, float]:
+    """Return measured times, and those of `similar` for every other k in the same proportion."""
+    ratios = sorted(
+        seconds / similar[k] for k, seconds in measured.items() if similar.get(k, 0.0) > 0.0
+    )
+    scale = ratios[len(ratios) // 2] if ratios else 1.0
+    if measured and not ratios:
+        return dict(measured)
+    return {**{k: scale * seconds for k, seconds in similar.items()}, **measured}
 
 
 def _interpolate(k: int, values: Mapping[int, float]) -> float:

@@ -1,8 +1,7 @@
 """The engine: requests in, events out. It alone owns the sequences.
 
-`step` writes a part of a prompt, enqueues a round and reads the one that was enqueued `lag` rounds
-ago, so the device does not wait for the host; with lag 0 it reads at once. The text does not depend
-on the lag.
+`step` writes a part of a prompt, enqueues a round and reads the one of `lag` rounds ago, so that
+the device does not wait for the host. The text does not depend on the lag.
 """
 
 from __future__ import annotations
@@ -369,6 +368,7 @@ class Engine(EngineClient):
         if decoding != self._batch:
             self._set_batch(decoding)
         k = self._k
+        self.draft_length.set_positions(sum(s.length for s in decoding) // len(decoding))
         next_k = self.draft_length.choose()
         rows = k + 1 + self.plan.shape.rows_ahead(next_k)  # fed at most, and written by drafting
         batch, ends = self._make_room(decoding, rows)

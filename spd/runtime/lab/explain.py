@@ -18,6 +18,7 @@ from typing import Any
 
 from spd.errors import UsageError
 from spd.formats.files import LINES_LIMIT, read_input_text
+from spd.runtime.engine.draft_length import context_class, first_position
 from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.plan.config import MAX_DRAFT, METHODS, split_spec
 
@@ -140,6 +141,23 @@ def _interpolate(by_k: Mapping[int, float], k: int) -> float:
     if len(by_k) > 1:
         slope = max(0.0, linear_regression(list(by_k), list(by_k.values())).slope)
     return max(by_k[nearest] + slope * (k - nearest), by_k[nearest] / 2)
+
+
+def verification_by_length(records: Sequence[RoundRecord], k: int) -> dict[int, float]:
+    """Return the median milliseconds of verifying k drafts, by the first position of a class of
+    context lengths.
+
+    Classes with fewer than `MIN_ROUNDS` such rounds are left out.
+    """
+    samples: dict[int, list[float]] = {}
+    for record in records:
+        if record.k == k:
+            samples.setdefault(context_class(record.position), []).append(record.ms["verify"])
+    return {
+        first_position(number): median(times)
+        for number, times in sorted(samples.items())
+        if len(times) >= MIN_ROUNDS
+    }
 
 
 def mean_parts(records: Sequence[RoundRecord]) -> dict[str, float]:
@@ -265,6 +283,8 @@ class Explanation:
     tokens_per_second: float  # as measured, the quantity of `generate --stats`
     parts: Mapping[str, float]  # mean milliseconds of each part of the run's rounds
     costs: Costs
+    verification_by_length: Mapping[int, float]
+    """The milliseconds of verifying k drafts, by the positions from which contexts are so long."""
     drafting_rounds: int
     """Rounds that had room for drafts, without those of lookup alone beside a model."""
     drafted_rounds: int
@@ -334,6 +354,7 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         tokens_per_second=now.tokens_per_second,
         parts=parts,
         costs=costs,
+        verification_by_length=verification_by_length(records, k),
         drafting_rounds=len(with_room),
         drafted_rounds=sum(bool(record.draft) for record in with_room),
         drafts=sum(len(record.draft) for record in drafting_records),
@@ -413,6 +434,12 @@ def summarize(e: Explanation) -> str:
         way = f"{e.method} at k = {best.k}" if best.k else "plain decoding"
         speeds = f"{best.tokens_per_second:.1f} tokens/s, {best.speed_up:.2f} × plain"
         sentences.append(f"The best by this trace is {way}: {speeds}.")
+    if len(e.verification_by_length) > 1:
+        times = ", ".join(
+            f"{ms:.2f} ms from {position:,} positions on"
+            for position, ms in e.verification_by_length.items()
+        )
+        sentences.append(f"Verification at k = {e.k} takes {times}.")
     if e.can_round_activations:
         sentences.append(
             "With --activations int8 verification is cheaper, and the text another: "

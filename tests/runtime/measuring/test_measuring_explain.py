@@ -301,3 +301,20 @@ def test_rounded_activations_are_named_where_every_trace_could_have_had_them() -
     assert "--activations int8" in summarize(explain_traces([can]))
     assert "--activations int8" not in summarize(explain_traces([make_trace(3, 0.7)]))
     assert "--activations int8" not in summarize(explain_traces([can, make_trace(2, 0.7)]))
+
+
+def test_verification_is_told_by_context_length() -> None:
+    """Lengths of one or two rounds are left out, and one length alone is not told."""
+    trace = make_trace(3, 0.7, rounds=40)
+    positions = [9] * 20 + [5000] * 19 + [100_000]
+    trace.rounds = [
+        dataclasses.replace(
+            record, position=position, ms={**record.ms, "verify": 4.0 if position < 10 else 9.0}
+        )
+        for record, position in zip(trace.rounds, positions, strict=True)
+    ]
+    explanation = explain_traces([trace, make_trace(0, 0.0)])
+    assert explanation.verification_by_length == {0: 4.0, 4096: 9.0}
+    words = "takes 4.00 ms from 0 positions on, 9.00 ms from 4,096 positions on"
+    assert words in summarize(explanation)
+    assert "positions on" not in summarize(explain_traces([make_trace(3, 0.7)]))
