@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from spd.cli.terminal.bars import NARROW_COLUMNS, Bar, BarGlyphs, bar_lines
-from spd.cli.terminal.plain_text import cell_width
-from spd.cli.terminal.tables import fact_lines, table_lines
+from spd.cli.terminal.plain_text import LABEL_COLUMNS, cell_width
+from spd.cli.terminal.tables import table_lines
 from spd.runtime.lab import models_of, verdict
 
 SCHEMA = "spd.bench/1"
@@ -44,7 +44,7 @@ class BenchResult(TypedDict):
 
 def bench_text(result: BenchResult, glyphs: BarGlyphs | None = None) -> list[str]:
     """Return a table, bars if there are `glyphs`, and the summary below."""
-    rows = result["rows"]
+    rows = with_short_models(result["rows"])
     if not rows:
         return ["nothing was measured"]
     columns = shutil.get_terminal_size((120, 0)).columns
@@ -52,7 +52,19 @@ def bench_text(result: BenchResult, glyphs: BarGlyphs | None = None) -> list[str
     # On a narrow terminal bars show as much as the table, and are not wrapped.
     are_enough = bars and columns < NARROW_COLUMNS and summary_rows(rows) == rows
     table = [] if are_enough else _table_for_width(rows, columns)
-    return [*table, *bars, *fact_lines(_summary_facts(result)), LEGEND]
+    facts = _summary_facts(result, rows)
+    width = max(LABEL_COLUMNS, *map(len, facts))
+    summary = [f"{title:<{width}}  {text}" for title, text in facts.items() if text]
+    return [*table, *bars, *summary, LEGEND]
+
+
+def with_short_models(rows: Sequence[Row]) -> list[Row]:
+    """Return rows whose models are the last parts of their paths, if these differ."""
+    names = {str(row.get("model", "")) for row in rows}
+    short_names = {name: name.rstrip("/").rpartition("/")[2] for name in names}
+    if len(set(short_names.values())) < len(names):
+        return list(rows)
+    return [{**row, "model": short_names[str(row.get("model", ""))]} for row in rows]
 
 
 def _table_for_width(rows: Sequence[Row], columns: int) -> list[str]:
@@ -132,10 +144,12 @@ def bar_labels(rows: Sequence[Row]) -> Callable[[Row], str]:
     return label
 
 
-def _summary_facts(result: BenchResult) -> dict[str, str]:
-    """Return the summary by title: models, run, equality of texts, and the best rows."""
+def _summary_facts(result: BenchResult, rows: Sequence[Row]) -> dict[str, str]:
+    """Return the summary by title: models, run, equality of texts, and the best rows.
+
+    rows: those of the result, with the names of models that are shown.
+    """
     plan = result["plans"][0]
-    rows = result["rows"]
     versions = result["versions"]
     compared_tokens = result["equality"]["tokens"]
     differences = result["equality"]["differences"]
@@ -160,7 +174,7 @@ def _summary_facts(result: BenchResult) -> dict[str, str]:
         equality_text = (
             f"{len(differences)} DIFFER from plain decoding; the first: {first_difference}"
         )
-    models = models_of(result)
+    models = list(dict.fromkeys(row["model"] for row in rows))
     token_warning = "the models cut text into other tokens: their tok/s do not count the same"
     best_rows = {}
     for model in models:

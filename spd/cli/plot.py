@@ -15,6 +15,7 @@ from spd.cli.bench_table import (
     bar_labels,
     method_name,
     summary_rows,
+    with_short_models,
     workload_name,
 )
 from spd.cli.terminal.sink import check_writable, output_error
@@ -57,21 +58,20 @@ def plot_bench(result: BenchResult, path: Path) -> None:
 
     Raises ResourceError if it cannot be written.
     """
-    rows = summary_rows(result["rows"])
-    labels = bar_labels(result["rows"])
+    all_rows = with_short_models(result["rows"])
+    rows = summary_rows(all_rows)
+    labels = bar_labels(all_rows)
     num_workloads = len({workload_name(row) for row in rows})
     names = [
         f"{workload_name(row)}: {labels(row)}" if num_workloads > 1 else labels(row) for row in rows
     ]
-    panels: list[Panel] = [partial(_draw_speeds, result, rows, names)]
+    panels: list[Panel] = [partial(_draw_speeds, rows, names)]
     if any(any(row["drafted_per_position"]) for row in rows):
         panels.append(partial(_draw_acceptance, rows, names))
     _save(panels, max(3.5, 1.5 + 0.36 * len(rows)), path)
 
 
-def _draw_speeds(
-    result: BenchResult, rows: Sequence[Row], names: Sequence[str], axes: Axes
-) -> None:
+def _draw_speeds(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
     """Draw one bar per row, the first on top, coloured by model, with figures to the right."""
     speeds = [row["tokens_per_second"] for row in rows]
     medians = [speed["median"] for speed in speeds]
@@ -97,9 +97,8 @@ def _draw_speeds(
     axes.invert_yaxis()
     axes.set_xlabel("tokens a second, with the 95 % interval for a second run's median")
     workloads = {workload_name(row) for row in rows}
-    axes.set_title(
-        ": ".join([result["model"], *workloads]) if len(workloads) == 1 else result["model"]
-    )
+    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
+    axes.set_title(": ".join([models, *workloads]) if len(workloads) == 1 else models)
 
 
 def _draw_acceptance(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:

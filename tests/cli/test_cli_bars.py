@@ -60,7 +60,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int, glyphs) -> None:
     bars = [
         *BARS,
         Bar(
-            label="a name that is far too long for any terminal" * 2,
+            label="a name that is far too long for any terminal" * 2 + " k=9",
             value=70.0,
             text="70.0",
             low=60.0,
@@ -70,6 +70,7 @@ def test_no_line_is_wider_than_the_terminal(columns: int, glyphs) -> None:
     lines = bar_lines(bars, columns, glyphs)
     assert len(lines) == len(bars) * (2 if columns < 60 else 1)
     assert all(cell_width(line) < columns for line in lines)
+    assert "k=9" in " ".join(lines), "the end of a label tells its bar from others"
     if glyphs is ASCII:
         assert "".join(lines).replace("×", "").replace("…", "").isascii()
 

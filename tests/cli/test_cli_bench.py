@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.bench_table import bench_text
+from spd.cli.bench_table import bench_text, with_short_models
 from spd.cli.commands.bench import BenchOptions, model_list, sweep_configs
 from spd.cli.commands.compare import read_result
 from spd.cli.commands.verify import apply_settings
@@ -127,13 +127,13 @@ def test_two_models_are_compared_in_one_table(
     plans += [
         config_plan | plan | {"model": "/b", "dtype": "bfloat16"} for config_plan in (PLAIN, DRAFT)
     ]
-    rows = make_rows(samples, plans, ["a", "a", "b", "b"])
+    rows = make_rows(samples, plans, ["m/a_1", "m/a_1", "m/b", "m/b"])
     ratios = [(row["speed_up"], row["over_first_model"]) for row in rows]
     medians = [tuple(ratio and round(ratio["median"], 3) for ratio in pair) for pair in ratios]
     assert medians == [(None, None), (2.0, None), (None, 4.0), (1.5, 3.0)]
-    result = make_bench_result("a,b", rows, plans, same_tokens=False)
+    result = make_bench_result("m/a_1,m/b", rows, plans, same_tokens=False)
     lines = bench_text(result)
-    assert [line.split()[0] for line in lines[:5]] == ["model", "a", "a", "b", "b"]
+    assert [line.split()[0] for line in lines[:5]] == ["model", "a_1", "a_1", "b", "b"]
     assert lines[0].split()[-2:] == ["×first", "±"] and lines[3].split()[-2] == "4.00"
     wide_header = "model category T method tok/s ± ×plain ± ×first ±"
     for columns, header in (("80", wide_header), ("40", "model method tok/s ×plain")):
@@ -141,11 +141,13 @@ def test_two_models_are_compared_in_one_table(
         narrow = bench_text(result)[:5]
         assert narrow[0].split() == header.split() and max(map(len, narrow)) < int(columns)
     facts = {line[:16].strip(): line[18:] for line in lines[5:-1]}
-    assert facts["model"] == "a float32, b bfloat16"
-    assert facts["best of a"] == "draft k=2 (code, T 0), 2.00 × plain, faster"
-    assert facts["over a"] == "b, plain decoding, 4.00 × (4.00 to 4.00) at T 0"
+    assert facts["model"] == "m/a_1 float32, m/b bfloat16"
+    assert facts["best of a_1"] == "draft k=2 (code, T 0), 2.00 × plain, faster"
+    assert facts["over a_1"] == "b, plain decoding, 4.00 × (4.00 to 4.00) at T 0"
     assert facts["best of b"] == "draft k=2 (code, T 0), 1.50 × plain, faster"
     assert "other tokens" in facts["tokens"]
+    alike = [{**row, "model": f"{number}/a"} for number, row in enumerate(rows)]
+    assert with_short_models(alike) == alike
 
 
 def test_a_terminal_gets_bars_for_each_workload(monkeypatch: pytest.MonkeyPatch) -> None:

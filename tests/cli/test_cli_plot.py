@@ -38,7 +38,7 @@ def make_result() -> BenchResult:
         for r in range(3)
         for config, speed in enumerate((1, 2, 3, 4))
     ]
-    models = ["one", "one", "$two_2$", "$two_2$"]
+    models = ["in/one", "in/one", "in/$two_2$", "in/$two_2$"]
     rows = make_rows(samples, [PLAIN, DRAFT] * 2, models)
     return make_bench_result("one,$two_2$", rows, [PLAIN, DRAFT] * 2)
 
@@ -55,7 +55,7 @@ def test_a_bench_is_drawn(tmp_path: Path, matplotlib: None) -> None:
     for label in ("one plain", "one draft k=2", "$two_2$ plain", "$two_2$ draft k=2"):
         assert label in texts
     assert "18.2  2.00 × plain" in texts and "36.4  1.33 × plain" in texts
-    assert "one,$two_2$: code, T 0" in texts and "acceptance by position" in texts
+    assert "one, $two_2$: code, T 0" in texts and "acceptance by position" in texts
     first = path.read_bytes()
     assert first.count(b'id="LineCollection_') == 4 + 2 * 2, "error bars, and those of the legend"
     plot.plot_bench(make_result(), path)

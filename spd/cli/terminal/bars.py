@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spd.cli.terminal.plain_text import cell_width, shorten
+from spd.cli.terminal.plain_text import cell_width
 
 NARROW_COLUMNS = 60  # terminal columns below which a bar is drawn under its label
 MAX_BAR_WIDTH = 60  # characters
@@ -56,16 +56,21 @@ def bar_lines(bars: Sequence[Bar], columns: int, glyphs: BarGlyphs, axis: float 
         width = max(4, min(MAX_BAR_WIDTH, columns - text_width - 4))
         lines = []
         for bar in bars:
-            lines.append(shorten(bar.label, columns - 1))
+            lines.append(_fit_label(bar.label, columns - 1))
             lines.append(f"  {_draw_bar(bar, width, axis, glyphs)} {bar.text}")
         return lines
     label_width = min(columns // 3, max(cell_width(bar.label) for bar in bars))
     width = max(4, min(MAX_BAR_WIDTH, columns - label_width - text_width - 5))
     return [
-        f"{shorten(bar.label, label_width):<{label_width}}  "
+        f"{_fit_label(bar.label, label_width):<{label_width}}  "
         f"{_draw_bar(bar, width, axis, glyphs)} {bar.text}"
         for bar in bars
     ]
+
+
+def _fit_label(label: str, columns: int) -> str:
+    """Return a label without its beginning if it is too long: the end tells bars apart."""
+    return label if len(label) <= columns else "…" + label[len(label) - columns + 1 :]
 
 
 def _draw_bar(bar: Bar, width: int, axis: float, glyphs: BarGlyphs) -> str:

@@ -312,4 +312,4 @@ def _run_compilers(
 def _report(done: int) -> None:
     """Log how many files are compiled."""
     fields = {"done": done, "total": len(SOURCES)}
-    logger.getChild("compiling").info("compiling C kernels, at the first run", extra=fields)
+    logger.getChild("compiling").info("compiling C kernels once", extra=fields)
