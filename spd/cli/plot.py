@@ -75,6 +75,8 @@ def _draw_speeds(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
     """Draw one bar per row, the first on top, coloured by model, with figures to the right."""
     speeds = [row["tokens_per_second"] for row in rows]
     medians = [speed["median"] for speed in speeds]
+    models = {row["model"] for row in rows}
+    workloads = {workload_name(row) for row in rows}
     model_indices = _category_indices([row["model"] for row in rows])
     axes.barh(
         range(len(rows)), medians, color=[f"C{index % 10}" for index in model_indices], alpha=0.75
@@ -96,9 +98,9 @@ def _draw_speeds(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlabel("tokens a second, with the 95 % interval for a second run's median")
-    workloads = {workload_name(row) for row in rows}
-    models = ", ".join(dict.fromkeys(row["model"] for row in rows))
-    axes.set_title(": ".join([models, *workloads]) if len(workloads) == 1 else models)
+    # What differs between bars is in their names.
+    common = [names for names in (models, workloads) if len(names) == 1]
+    axes.set_title(": ".join(name for names in common for name in names))
 
 
 def _draw_acceptance(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
