@@ -136,11 +136,13 @@ def round_parts(costs: Costs, k: int) -> dict[str, float]:
 
 
 def _interpolate(by_k: Mapping[int, float], k: int) -> float:
+    """Return the time at k, which is never above a time that was measured with more drafts."""
     nearest = min(by_k, key=lambda measured_k: abs(measured_k - k))
     slope = ROW_COST * by_k[nearest]
     if len(by_k) > 1:
         slope = max(0.0, linear_regression(list(by_k), list(by_k.values())).slope)
-    return max(by_k[nearest] + slope * (k - nearest), by_k[nearest] / 2)
+    time = max(by_k[nearest] + slope * (k - nearest), by_k[nearest] / 2)
+    return min([time, *(measured for measured_k, measured in by_k.items() if measured_k >= k)])
 
 
 def verification_by_length(records: Sequence[RoundRecord], k: int) -> dict[int, float]:

@@ -214,6 +214,16 @@ def test_cuda_graphs_are_not_advised_on_a_cpu() -> None:
     assert "no other program" in next_step(explanation)
 
 
+def test_rounds_of_fewer_drafts_never_take_longer() -> None:
+    """Some rounds of one draft were slow, as on a busy machine: plain ones are not slower still."""
+    trace = make_trace(3, 0.6)
+    slow = make_trace(1, 0.6, verify=(30.0, 0.2), rounds=9)
+    explanation = explain_traces([Trace([*trace.rounds, *slow.rounds], trace.header)])
+    times = [prospect.round_ms for prospect in explanation.prospects]
+    assert times == sorted(times) and times[0] <= explanation.now.round_ms
+    assert not bottleneck(explanation).startswith("acceptance")
+
+
 def test_the_run_is_told_by_its_clock_and_prospects_on_the_same_scale() -> None:
     """Every tenth round takes ten times as long: medians miss it, tokens a second do not."""
     trace = make_trace(3, 0.6)
