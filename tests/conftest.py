@@ -10,6 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+# Read when torch is imported, here and in the processes that tests start: threads that wait for a
+# core that another test keeps busy would take most of the processors' time.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 import torch
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):

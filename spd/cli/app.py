@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 PIPE_CLOSED = 141
 SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
 """Search paths of compilers; relative entries are removed, as they lie in the working folder."""
+OPENMP_WAITING = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
+"""Variables that say how torch's threads wait for each other."""
+SHORT_SPIN = "1000"
+"""Tries of a thread of torch's before it sleeps. With OpenMP's default, of several milliseconds, a
+core that another program keeps busy makes torch's kernels ten times as slow."""
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
 HELP_FLAGS = frozenset({"-h", "--help", "-V", "--version"})
 SHARED_FLAGS = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
@@ -41,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         os.environ[name] = os.pathsep.join(
             filter(os.path.isabs, os.environ[name].split(os.pathsep))
         )
+    if not OPENMP_WAITING & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SHORT_SPIN  # read when torch is imported
     stderr = sys.stderr
     if stderr is not None:
         sys.stderr = PrintableStderr(stderr)

@@ -272,3 +272,27 @@ def test_a_deleted_working_folder_is_named(spd_run, tmp_path, monkeypatch) -> No
     assert ran.code == 3
     assert ran.err.startswith("error: the working folder cannot be used: No such file")
     assert spd_run("generate", "--help").code == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_of_torch_do_not_spin_long_unless_the_environment_says_how(
+    variables: dict[str, str], spins: str
+) -> None:
+    """They are started when torch is imported, behind this."""
+    code = (
+        "import os; from spd.cli.app import main; main(['--version']); "
+        "print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**environment, **variables},
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == spins
