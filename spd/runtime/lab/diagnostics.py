@@ -156,11 +156,16 @@ def check_storage() -> Finding:
 def check_demo() -> Finding:
     """Plan the embedded demo with default options."""
     from spd.formats.demo import demo_folder
+    from spd.runtime.plan.memory import position_bytes
     from spd.runtime.plan.plan import make_plan
 
     plan = make_plan(EngineConfig(model=demo_folder()))
     facts = plan.as_dict()
     words = [f"{name} {facts[name]}" for name in ("device", "dtype", "kernels", "lag", "threads")]
+    whole, rounded = (
+        position_bytes(plan.model.config, kind) for kind in (plan.shape.dtype, "int8")
+    )
+    words.append(f"cache {whole:,} bytes a token, {rounded:,} with --kv int8")
     return Finding(
         OK, " · ".join([*words, f"{plan.memory_budget_bytes / GIB:.1f} GiB to use"]), (), facts
     )

@@ -304,6 +304,8 @@ class Explanation:
     best: Estimate
     can_round_activations: bool
     """True if `--activations int8` would make products cheaper, and change the text."""
+    can_round_cache: bool
+    """True if the cache is not in eight bits, where `--kv int8` would halve what long contexts read."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of `spd explain --json`."""
@@ -370,6 +372,7 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         can_round_activations=all(
             trace.header.plan.get("can_round_activations", False) for trace in traces
         ),
+        can_round_cache=all(trace.header.plan.get("kv", "int8") != "int8" for trace in traces),
     )
 
 
@@ -442,6 +445,8 @@ def summarize(e: Explanation) -> str:
             for position, ms in e.verification_by_length.items()
         )
         sentences.append(f"Verification at k = {e.k} takes {times}.")
+        if e.can_round_cache:
+            sentences.append("--kv int8 halves what it reads of a context, and changes the text.")
     if e.can_round_activations:
         sentences.append(
             "With --activations int8 verification is cheaper, and the text another: "

@@ -328,3 +328,7 @@ def test_verification_is_told_by_context_length() -> None:
     words = "takes 4.00 ms from 0 positions on, 9.00 ms from 4,096 positions on"
     assert words in summarize(explanation)
     assert "positions on" not in summarize(explain_traces([make_trace(3, 0.7)]))
+    assert "--kv int8" not in summarize(explanation), "nothing says what the cache is kept in"
+    for kv, is_named in (("bfloat16", True), ("int8", False)):
+        trace.header = TraceHeader("m", 0.0, {**trace.header.plan, "kv": kv})
+        assert ("--kv int8" in summarize(explain_traces([trace]))) is is_named
