@@ -315,6 +315,7 @@ class Explanation:
 
 def explain_traces(traces: Sequence[Trace]) -> Explanation:
     """Explain traces of one model: costs from all rounds, acceptance from those that drafted."""
+    plans = [trace.header.plan for trace in traces]
     records = [record for trace in traces for record in trace.rounds]
     drafting = [trace for trace in traces if any(record.k for record in trace.rounds)]
     drafting_records = [record for trace in drafting for record in trace.rounds] or records
@@ -352,7 +353,7 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
     draft_counts = _draft_counts(with_room)
     return Explanation(
         method=method,
-        device=str(traces[0].header.plan.get("device", "")),
+        device=str(plans[0].get("device", "")),
         k=k,
         rounds=len(records),
         tokens_per_second=now.tokens_per_second,
@@ -369,10 +370,8 @@ def explain_traces(traces: Sequence[Trace]) -> Explanation:
         plain=estimates[0],
         now=now,
         best=max(estimates, key=lambda estimate: estimate.tokens_per_second),
-        can_round_activations=all(
-            trace.header.plan.get("can_round_activations", False) for trace in traces
-        ),
-        can_round_cache=all(trace.header.plan.get("kv", "int8") != "int8" for trace in traces),
+        can_round_activations=all(plan.get("can_round_activations", False) for plan in plans),
+        can_round_cache=all(plan.get("kv", "int8") != "int8" for plan in plans),
     )
 
 
