@@ -26,21 +26,21 @@ def describe_structure(value: Any) -> Any:
     """Return shapes, dtypes and types of all parts of a model, and its operations unwrapped."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.is_mkldnn
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *map(describe_structure, value)
+    if isinstance(value, dict):
+        return tuple((key, describe_structure(item)) for key, item in value.items())
+    if value is None or isinstance(value, int | float | str | torch.dtype):
+        return value
     if isinstance(value, Kernels):
         operations = (getattr(value, name) for name in OPERATION_NAMES)
         functions = (getattr(operation, "__func__", operation) for operation in operations)
         return value.name, tuple(id(inspect.unwrap(function)) for function in functions)
     if isinstance(value, ProcessGroup):
         return value.size
-    if isinstance(value, list | tuple):
-        return type(value).__name__, *map(describe_structure, value)
-    if isinstance(value, dict):
-        return tuple((key, describe_structure(item)) for key, item in value.items())
     if type(value).__module__.startswith("spd.") and hasattr(value, "__dict__"):
         return type(value).__name__, describe_structure(vars(value))
-    return (
-        value if isinstance(value, int | float | str | torch.dtype | None) else type(value).__name__
-    )
+    return type(value).__name__
 
 
 def probe_once(runner: ModelRunner, alone: bool) -> None:
