@@ -21,6 +21,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     quantize: str
     activations: str
+    kv: str
     spec: str
     lag: int | None
     prefix_sharing: bool

@@ -1,8 +1,8 @@
 """Count tokens that speculation changed: every drafter, k, lag and temperature, alone and 16 together.
 
     python -m benchmarks.equality [-m MODEL...] [--draft-model FOLDER] [--dtype bfloat16,float32] [--tp N]
-                                  [--requests 48] [--tokens 64] [--rotate] [--only PATTERN] [--minutes M]
-                                  [--out FILE]
+                                  [--kv int8] [--requests 48] [--tokens 64] [--rotate] [--only PATTERN]
+                                  [--minutes M] [--out FILE]
 
 What is right is plain decoding of each request alone, without cached prefixes and recorded rounds. A cell
 runs the same requests speculated with one drafter and k: at each lag 16 together in a cache that is too
@@ -34,6 +34,7 @@ from spd import Engine, Request, SamplingParams, SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import resolve_model
 from spd.formats.tokenizer import Tokenizer
+from spd.runtime.plan.config import KV_FORMS
 from spd.runtime.plan.drafter_choice import choose_drafter
 from spd.runtime.round.limits import PAGE_SIZE
 
@@ -204,6 +205,7 @@ def cells(
                         "model": folder,
                         "dtype": dtype,
                         "tp": arguments.tp,
+                        "kv": arguments.kv,
                         "draft_max": k,
                         **method,
                     }
@@ -224,6 +226,7 @@ def parse_settings(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-model", type=Path)
     parser.add_argument("--dtype", default="bfloat16,float32")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--kv", choices=KV_FORMS, default="auto")
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rotate", action="store_true", help="one k of each drafter, in turn")
@@ -248,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
         "draft_model": settings.draft_model and settings.draft_model.name,
         "tp": settings.tp,
     }
-    head |= {"requests": settings.requests, "tokens": settings.tokens}
+    head |= {"kv": settings.kv, "requests": settings.requests, "tokens": settings.tokens}
     earlier = (
         json.loads(settings.out.read_text())
         if settings.out is not None and settings.out.exists()
@@ -271,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "model": options["model"],
                 "dtype": dtype,
                 "tp": options["tp"],
+                "kv": options["kv"],
                 "spec": "off",
             }
             config = engine_config(plain, ctx=CTX, slots=1, prefix_sharing=False, graphs=False)

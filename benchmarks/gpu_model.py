@@ -295,11 +295,11 @@ def code_lines() -> str:
     """Return a line for each context: attention to 16 bits and to codes, by the model."""
     lines = []
     for slots, context in itertools.product((1, 16), (1024, 4096, 32768)):
-        whole = ATTENTION.time(slots, context)
-        codes = CODE_ATTENTION.time(slots, context)
+        wide_us = ATTENTION.time(slots, context)
+        coded_us = CODE_ATTENTION.time(slots, context)
         lines.append(
-            f"paged_attention {slots} slots {context}: {whole:.1f} us in 16 bits, "
-            f"{codes:.1f} us in int8, {whole / codes:.2f} x"
+            f"paged_attention {slots} slots {context}: {wide_us:.1f} us in 16 bits, "
+            f"{coded_us:.1f} us in int8, {wide_us / coded_us:.2f} x"
         )
     return "\n".join(lines)
 

@@ -256,11 +256,11 @@ def attention_case(
     device = bench.timer.device
     nbytes = slots * context * 2 * heads.num_kv_heads * _entry_bytes(heads)
     pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
-    whole_heads = replace(heads, rounded=False)
-    whole = pools
+    wide_heads = replace(heads, rounded=False)
+    wide_pools = pools
     if heads.rounded:
         copies = bench.timer.copies(2 * nbytes)
-        whole = Pools.build(bench, whole_heads, slots, context, copies)
+        wide_pools = Pools.build(bench, wide_heads, slots, context, copies)
     params = AttentionParams(heads.head_dim**-0.5)
     for width in rows:
         positions = (
@@ -276,11 +276,11 @@ def attention_case(
         ]
         rival: list[Call]
         if heads.rounded:
-            window = replace(window, page_table=whole.page_table)
-            plan = kernels.plan_attention(window, whole_heads, PAGE, bench.dtype)
+            window = replace(window, page_table=wide_pools.page_table)
+            plan = kernels.plan_attention(window, wide_heads, PAGE, bench.dtype)
             rival = [
                 partial(kernels.paged_attention, query, layer, plan, params)
-                for layer in whole.layers
+                for layer in wide_pools.layers
             ]
         else:
             rows_first = query.transpose(1, 2)

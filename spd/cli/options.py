@@ -258,7 +258,7 @@ class ModelOptions(CommonOptions):
         "whole", "FORM", "int8: round activations too, on a CPU. Changes the text."
     )
     kv: Literal["auto", "int8"] = model_option(
-        "auto", "FORM", "int8: the cache in 8 bits, on a CPU. Changes the text."
+        "auto", "FORM", "int8: the cache in 8 bits. Changes the text."
     )
     kernels: Literal["auto", "torch", "native", "triton"] = advanced_option(
         "auto", "SET", "auto, torch, native or triton."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agent_replay, equality, serve_equality, slow_tests, soak
+from benchmarks import agent_replay, equality, rounded_cache, serve_equality, slow_tests, soak
 from benchmarks.freeze import __main__ as freeze
 from benchmarks.freeze.cells import Run
 from spd.cli.commands.serve import ServeOptions
@@ -208,3 +209,15 @@ def test_slow_tests_are_run_and_their_outcome_is_printed(
     assert outcomes("--minutes", "0") == (0, dict.fromkeys(files.values(), "begun"))
     monkeypatch.setattr(slow_tests, "FILE_SECONDS", 0.1)
     assert outcomes(files["right"]) == (1, {files["right"]: "failed"})
+
+
+def test_a_rounded_cache_is_compared_token_by_token() -> None:
+    """Prompts are of whole contexts; a ratio above 1 means that tokens became less likely."""
+    result = rounded_cache.measure("demo", context=64, tokens=150, dtype="float32")
+    assert result["tokens"] == 2 * 63
+    assert result["perplexity"] != result["perplexity_int8"]
+    assert 0.98 < result["ratio"] < 1.02 and result["likeliest_changed"] < 0.1
+    reference = rounded_cache.Scores([-1.0, -2.0, -3.0], [4, 5, 6])
+    rounded = rounded_cache.Scores([-1.5, -2.5, -3.5], [4, 5, 7])
+    assert rounded_cache.compare(reference, rounded)["ratio"] == pytest.approx(math.exp(0.5))
+    assert rounded_cache.compare(reference, rounded)["likeliest_changed"] == pytest.approx(1 / 3)
