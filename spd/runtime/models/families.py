@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 from spd.formats.block_config import ConvConfig, DeltaConfig
 from spd.formats.model_config import ModelConfig
@@ -23,9 +23,21 @@ from spd.runtime.models.attention_layout import (
     ScoreLayout,
     ValueLayout,
 )
+from spd.runtime.models.layout_changes import (
+    AttentionChanges,
+    MlpChanges,
+    NormChanges,
+    RotationChanges,
+    change_attention,
+    change_mlp,
+    change_norms,
+)
 from spd.runtime.models.parameters import ATTENTION_NORMS, MLP_NORMS
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 from spd.runtime.models.weights import ModelLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def default_attention(config: ModelConfig) -> GqaLayout:
@@ -102,9 +114,9 @@ def make_layers(
     layers have sinks.
     """
     centred = isinstance(attention, GqaLayout) and attention.norms.are_centred
-    fields = {"norms": {"are_centred": centred}}
-    dense = replace_fields(dense or default_mlp(config), fields)
-    sparse = None if config.experts is None else replace_fields(default_experts(config), fields)
+    norms: NormChanges = {"are_centred": centred}
+    dense = change_norms(dense or default_mlp(config), norms)
+    sparse = None if config.experts is None else change_norms(default_experts(config), norms)
     recurrent = default_recurrent(config)
     layers: list[blocks.LayerLayout] = []
     for i in range(config.num_layers):
@@ -168,32 +180,18 @@ def _layer_attention(
 
 
 def make_llama_variant(
-    config: ModelConfig, mlp: Mapping[str, Any] | None = None, **attention: Any
+    config: ModelConfig, mlp: MlpChanges | None = None, **attention: Unpack[AttentionChanges]
 ) -> ModelLayout:
-    """Return Llama's layout with some fields of its MLP and attention replaced; see
-    `replace_fields`.
-    """
+    """Return Llama's layout with some fields of its MLP and attention changed."""
     return make_layers(
         config,
-        replace_fields(default_attention(config), attention),
-        replace_fields(default_mlp(config), mlp or {}),
+        change_attention(default_attention(config), attention),
+        change_mlp(default_mlp(config), mlp or {}),
     )
 
 
-Block = TypeVar("Block", GqaLayout, blocks.MlpLayout, blocks.MoeLayout)
-
-
-def replace_fields(layout: Block, fields: Mapping[str, Any]) -> Block:
-    """Return a layout with some fields replaced; a mapping replaces fields of a nested group."""
-    values = {
-        name: replace(getattr(layout, name), **value) if isinstance(value, Mapping) else value
-        for name, value in fields.items()
-    }
-    return replace(layout, **values)
-
-
 def _llama_variant(
-    description: str, mlp: Mapping[str, Any] | None = None, **attention: Any
+    description: str, mlp: MlpChanges | None = None, **attention: Unpack[AttentionChanges]
 ) -> Callable[..., ModelLayout]:
     """Return the layout function of a family that is Llama except for these fields."""
     layout = partial(make_llama_variant, mlp=mlp, **attention)
@@ -269,18 +267,19 @@ def nemotron_h(config: ModelConfig) -> ModelLayout:
     recurrent = config.recurrent
     assert isinstance(recurrent, DeltaConfig)
     empty = blocks.EmptyLayout()
-    norms = {"before": "norm"}
+    norms: NormChanges = {"before": "norm"}
     scan = ScanLayout(config.hidden_size, recurrent, config.rms_norm_eps, pre_norm="norm")
-    fields = {"rotation": {"is_absent": True}, "norms": norms}
-    attention = replace_fields(default_attention(config), fields)
-    mlp = replace_fields(default_mlp(config), {"act": RELU2, "norms": norms})
+    attention = change_attention(
+        default_attention(config), {"rotation": {"is_absent": True}, "norms": norms}
+    )
+    mlp = change_mlp(default_mlp(config), {"act": RELU2, "norms": norms})
     layers = {
         "linear_attention": blocks.LayerLayout(scan, empty),
         "full_attention": blocks.LayerLayout(attention, empty),
         "mlp": blocks.LayerLayout(empty, mlp),
     }
     if config.experts is not None:
-        experts = replace_fields(default_experts(config), {"norms": norms})
+        experts = change_norms(default_experts(config), norms)
         layers["moe"] = blocks.LayerLayout(empty, experts)
     return ModelLayout(tuple(layers[kind] for kind in recurrent.block_kinds))
 
@@ -292,7 +291,7 @@ def ernie4_5(config: ModelConfig) -> ModelLayout:
     return make_llama_variant(config, rotation=_interleaved_rotation(config))
 
 
-def _interleaved_rotation(config: ModelConfig) -> dict[str, RotaryDims]:
+def _interleaved_rotation(config: ModelConfig) -> RotationChanges:
     """Return the field of a rotation of elements 2i and 2i + 1 together."""
     rotary_dim = config.rope.rotary_dim or config.head_dim
     return {"dims": RotaryDims(config.head_dim, rotary_dim, interleaved=True)}
@@ -422,7 +421,7 @@ def gemma4(config: ModelConfig, cache_sources: Mapping[bool, int] | None = None)
     gemma = config.gemma4
     sources = dict(cache_sources or {})
     layers = []
-    sliding = replace_fields(
+    sliding = change_attention(
         default_attention(config),
         {
             "head_norms": EACH_HEAD,
@@ -431,7 +430,7 @@ def gemma4(config: ModelConfig, cache_sources: Mapping[bool, int] | None = None)
             "norms": {"after": "post_attention_layernorm"},
         },
     )
-    full_attention = replace_fields(
+    full_attention = change_attention(
         sliding,
         {
             "head_dim": gemma.head_dim,
@@ -441,8 +440,8 @@ def gemma4(config: ModelConfig, cache_sources: Mapping[bool, int] | None = None)
         },
     )
     after = "post_feedforward_layernorm_1" if config.experts else "post_feedforward_layernorm"
-    norms = {"before": "pre_feedforward_layernorm", "after": after}
-    mlp = replace_fields(default_mlp(config), {"act": GELU, "norms": norms})
+    norms: NormChanges = {"before": "pre_feedforward_layernorm", "after": after}
+    mlp = change_mlp(default_mlp(config), {"act": GELU, "norms": norms})
     experts = None if config.experts is None else replace(default_experts(config), act=GELU)
     for i, window in enumerate(config.sliding_windows or (None,) * config.num_layers):
         shares_cache = i >= config.num_layers - gemma.num_shared_layers
@@ -451,8 +450,9 @@ def gemma4(config: ModelConfig, cache_sources: Mapping[bool, int] | None = None)
             sources[window is None] = i
         attention = full_attention
         if window is not None:
-            local = {"scores": {"sliding": window}, "rotation": {"is_local": True}}
-            attention = replace_fields(sliding, local)
+            attention = change_attention(
+                sliding, {"scores": {"sliding": window}, "rotation": {"is_local": True}}
+            )
         if shares_cache:
             attention = replace(attention, cache_source=sources[window is None])
         second_block = blocks.Gemma4MlpLayout(
