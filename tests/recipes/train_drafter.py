@@ -294,7 +294,7 @@ def new_training(target: Target, data: Data, arguments: argparse.Namespace) -> T
     if weights.exists():
         saved, draft_ids = load_weights(arguments.out)
         drafter.load_state_dict(saved)
-    else:
+    elif not state.exists():
         drafter.start_from(start_of(target, data, DTYPES[arguments.dtype]))
     depths = arguments.depths if isinstance(drafter, Eagle3) else drafter.max_drafts
     schedule = Schedule(
