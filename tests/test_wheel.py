@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_package_and_the_demos_only(wheel: Path) -> None:
     needed |= {f"spd/cli/completions/{name}" for name in ("spd.bash", "_spd", "spd.fish")}
     needed |= {str(path.relative_to(ROOT)) for path in SCHEMAS.glob("*.json")}
     assert needed - set(names) == set()
-    assert not [n for n in names if n.startswith(("tests/", "benchmarks/"))]
+    assert not [n for n in names if n.startswith(("tests/", "benchmarks/", "drafters/"))]
     assert wheel.stat().st_size < 50 * 2**20
 
 
