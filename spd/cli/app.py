@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from spd.cli.commands import COMMANDS, CommandBody, run_command
 from spd.cli.parser import COMMAND_FIXES
-from spd.cli.plain_arguments import parse_plain
+from spd.cli.plain_arguments import option_names, parse_plain
 from spd.cli.signals import Interrupted, SignalGuard, exit_by_signal, exit_on_engine_error
 from spd.cli.terminal.console import Console, PrintableStderr, Session, write_error, write_stderr
 from spd.cli.terminal.sink import DISK_FULL, OutputClosed, Sink, output_error
@@ -121,6 +121,8 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         failure = _as_spd_error(error, session.console)
         if failure.exit_code in (2, 3, 4):
             failure.reason = (*failure.reason, *session.config_notes)
+        if argv[0] in COMMANDS:
+            failure.fix = _possible_fixes(failure.fix, argv[0])
         write_error(failure, session.console, as_json)
         return failure.exit_code
     finally:
@@ -204,6 +206,17 @@ def _find_config_file(path: Path) -> tuple[bool, list[str]]:
     except OSError as error:
         return False, [f"{path} is not read: {error.strerror}"]
     return True, []
+
+
+def _possible_fixes(fixes: Sequence[str], command: str) -> tuple[str, ...]:
+    """Return the fixes without those that begin with an option which the command lacks."""
+    names = option_names(CommandBody.find(command).options)
+    first_words = [fix.partition(" ")[0].partition("=")[0] for fix in fixes]
+    return tuple(
+        fix
+        for fix, word in zip(fixes, first_words, strict=True)
+        if not word.startswith("--") or word in names
+    )
 
 
 def _as_spd_error(error: Exception, console: Console) -> SpdError:

@@ -59,6 +59,19 @@ def parse_plain(
     return PlainArguments(values, typed)
 
 
+def option_names(options: type[Any]) -> frozenset[str]:
+    """Return every name of a command's options, such as --spec and --no-adaptive."""
+    all_names: list[str] = []
+    for field in dataclasses.fields(options):
+        if field.metadata.get("names") is not None:
+            long_name = f"--{field.name.replace('_', '-')}"
+            all_names += [
+                long_name,
+                *(n for name in field.metadata["names"] for n in name.split("/")),
+            ]
+    return frozenset(all_names)
+
+
 def _parse(fields: Sequence[dataclasses.Field[Any]], argv: Sequence[str]) -> dict[str, Any]:
     """Return the values that were typed. Raises an exception for all that is not plain."""
     switches = _switches(fields)

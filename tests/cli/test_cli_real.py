@@ -208,14 +208,23 @@ def test_drafters_that_do_not_fit_are_refused(spd_run, pair, tmp_path: Path) -> 
     assert report.code == 4 and "\ncompatible        no\n" in report.text
 
 
-def test_a_refusal_for_memory_names_options_that_exist(spd_run, pair, monkeypatch) -> None:
+@pytest.mark.parametrize("command", ["generate", "bench", "verify"])
+def test_a_refusal_for_memory_names_options_that_the_command_has(
+    spd_run, pair, monkeypatch, command: str
+) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
-    ran = spd_run("generate", "-m", pair[0], "--draft-model", pair[1], "--ctx", 512, "Hi")
-    assert (
-        ran.code == 5
-        and "draft weights" in ran.err
-        and "--spec ngram, without --draft-model" in ran.err
-    )
+    if command == "generate":
+        ran = spd_run("generate", "-m", pair[0], "--draft-model", pair[1], "--ctx", 512, "Hi")
+        assert "--spec ngram, without --draft-model" in ran.err
+    else:
+        ran = spd_run(command, "-m", "demo", "-n", 8)
+        needed = float(re.findall(r"needed are ([\d.]+) MiB", ran.err)[0])
+        # With so much more --memory-fraction would suffice, which verify lacks.
+        monkeypatch.setattr(machine, "free_memory", lambda device: int(1.03 * 2**20 * needed))
+        ran = spd_run(command, "-m", "demo", "-n", 8)
+        assert ("--memory-fraction" in ran.err) is (command == "bench")
+    assert ran.code == 5 and "not enough memory" in ran.err
     flags = set(re.findall(r"(?:fix:|^  ) +(--[a-z-]+) ", ran.err, re.MULTILINE))
-    help_text = spd_run("generate", "--help").text
-    assert len(flags) > 2 and all(flag in help_text for flag in flags), flags
+    help_text = spd_run(command, "--help").text
+    assert len(flags) > (2 if command == "generate" else 0), ran.err
+    assert all(re.search(rf"{flag}\b", help_text) for flag in flags), flags
