@@ -11,32 +11,35 @@ static inline __m512 pair_product(__m512 sum, const bf16 *a, const bf16 *b)
 }
 
 /* Of `count` rows from a on: c [count][32]. Meanwhile `lines` of 32 elements a step are asked for, from `next` on:
-   the processor by itself does not fetch far enough ahead. Few rows wait for memory: they read it in its order, one half
-   of a step behind the other. More rows use what they have read of a row for both halves. */
+   the processor by itself does not fetch far enough ahead. Few rows that are the first to read a block wait for memory:
+   they read it in its order, one half of a step behind the other. Others use what they have read of a row for both
+   halves, whose sums then do not wait for each other. */
 INLINE void rows_product(
     const bf16 *a, const int count, const bf16 *b, long steps, int fresh, const bf16 *next, long lines, float *c)
 {
-    const int in_order = count <= 2;
+    const int in_order = count <= 2 && lines > 0;
     __m512 sums[8][2];
     for (int r = 0; r < count; r++)
         for (int half = 0; half < 2; half++)
             sums[r][half] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(c + r * 32 + half * SIDE);
     for (long k = 0; k < steps; k++, b += 2 * TILE) {
+        const bf16 *own = a + k * TILE;
         for (long i = 0; i < lines; i++, next += DEPTH) _mm_prefetch((const char *)next, _MM_HINT_T1);
+        if (in_order) {
 #pragma GCC unroll 2
-        for (int half = 0; in_order && half < 2; half++) {
+            for (int half = 0; half < 2; half++) {
 #pragma GCC unroll 16
+                for (int j = 0; j < SIDE; j++)
+                    for (int r = 0; r < count; r++)
+                        sums[r][half] = pair_product(sums[r][half], own + r * DEPTH + 2 * j, b + half * TILE + j * DEPTH);
+                __asm__ volatile("" : : : "memory"); /* registers do not suffice for the rows' pairs */
+            }
+        } else {
             for (int j = 0; j < SIDE; j++)
                 for (int r = 0; r < count; r++)
-                    sums[r][half] = pair_product(
-                        sums[r][half], a + k * TILE + r * DEPTH + 2 * j, b + half * TILE + j * DEPTH);
-            __asm__ volatile("" : : : "memory"); /* registers do not suffice for the rows' pairs */
+                    for (int half = 0; half < 2; half++)
+                        sums[r][half] = pair_product(sums[r][half], own + r * DEPTH + 2 * j, b + half * TILE + j * DEPTH);
         }
-        for (int j = 0; !in_order && j < SIDE; j++)
-            for (int r = 0; r < count; r++)
-                for (int half = 0; half < 2; half++)
-                    sums[r][half] = pair_product(
-                        sums[r][half], a + k * TILE + r * DEPTH + 2 * j, b + half * TILE + j * DEPTH);
     }
     for (int r = 0; r < count; r++)
         for (int half = 0; half < 2; half++) _mm512_storeu_ps(c + r * 32 + half * SIDE, sums[r][half]);
