@@ -16,7 +16,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTED = {"_exit", "_replace"}
+DOCUMENTED = {"_exit", "_make", "_replace"}
 """Of `os` and of named tuples: their underscore is no sign of a private name."""
 
 

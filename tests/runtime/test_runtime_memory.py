@@ -266,8 +266,9 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
     words = measure(shape).summary()
     for part in ("weights", "draft weights", "cache", "draft cache", "workspace", "graphs"):
         assert re.search(rf"(^|\+ ){part} \d", words), words
-    context, ngram, *_ = fix
-    assert context.startswith("--ctx ") and ngram.startswith("--spec ngram "), (
+    context, cache, ngram, *_ = fix
+    options = [line.partition("  ")[0] for line in (cache, ngram)]
+    assert context.startswith("--ctx ") and options == ["--kv int8", "--spec ngram"], (
         "the smallest sacrifice first"
     )
     scarce = refused(shape_8b(draft=SMALL, slots=2, dtype="float32"), 24 * GIB)
@@ -293,6 +294,7 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         changes: dict[str, dict[str, Any]] = {
             "--dtype": {"dtype": value},
             "--graphs": {"graphs": False},
+            "--kv": {"rounds_cache": True},
         }
         changes["--spec"] = {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)}
         changes["--quantize"] = {"form": form, "draft_form": form}
