@@ -210,6 +210,8 @@ def _find_config_file(path: Path) -> tuple[bool, list[str]]:
 
 def _possible_fixes(fixes: Sequence[str], command: str) -> tuple[str, ...]:
     """Return the fixes without those that begin with an option which the command lacks."""
+    if not any(fix.startswith("--") for fix in fixes):
+        return tuple(fixes)  # the fault may be that the command cannot be imported
     names = option_names(CommandBody.find(command).options)
     first_words = [fix.partition(" ")[0].partition("=")[0] for fix in fixes]
     return tuple(

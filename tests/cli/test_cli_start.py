@@ -296,3 +296,14 @@ def test_threads_of_torch_do_not_spin_long_unless_the_environment_says_how(
         check=True,
     )
     assert done.stdout.splitlines()[-1] == spins
+
+
+def test_a_command_that_cannot_be_imported_is_an_error(spd_run, monkeypatch) -> None:
+    """What it could be told to do instead is in the same module."""
+
+    def fail(name: str) -> None:
+        raise ImportError("a broken installation")
+
+    monkeypatch.setattr("spd.cli.app.CommandBody.find", fail)
+    ran = spd_run("ls")
+    assert ran.code == 1 and "ImportError: a broken installation" in ran.err
