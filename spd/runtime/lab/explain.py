@@ -303,7 +303,7 @@ class Explanation:
     now: Estimate  # the run itself: means of all its rounds, whatever their k
     best: Estimate
     can_round_activations: bool
-    """True if `--activations int8` would make products cheaper, and change the text."""
+    """True if `--activations int8` is possible, which may make products cheaper."""
     can_round_cache: bool
     """True if the cache is not in eight bits, where `--kv int8` would halve what long contexts read."""
 
@@ -448,7 +448,7 @@ def summarize(e: Explanation) -> str:
             sentences.append("--kv int8 halves what it reads of a context, and changes the text.")
     if e.can_round_activations:
         sentences.append(
-            "With --activations int8 verification is cheaper, and the text another: "
-            "spd doctor measures by how much."
+            "--activations int8 may make verification cheaper, and changes the text: "
+            "spd doctor measures products with it."
         )
     return " ".join([*sentences, f"Next: {next_step(e)}."])
