@@ -162,7 +162,7 @@ def store_half(to, values, inside, FROM, L, TILE, HALF):
 def load_entry_scales(scales, page, start, PAGE, BLOCK):
     """Load the scales of a block's entries, written or not: of latent parts, and of rotated ones.
 
-    See `load_scales`.
+    See `load_block_scales`.
     """
     at = scales + (page * PAGE + start % PAGE + tl.arange(0, BLOCK)) * 2
     return tl.load(at).to(tl.float32), tl.load(at + 1).to(tl.float32)
