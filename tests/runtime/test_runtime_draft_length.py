@@ -20,7 +20,7 @@ from spd.runtime.engine import draft_length as rules
 from spd.runtime.engine.draft_length import MIN_SAMPLES, PLAIN_PATIENCE, Acceptance, DraftLength
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
-from tests.helpers import Patch, make_engine, random_prompts, run_all
+from tests.helpers import Patch, assert_same_runs, make_engine, random_prompts, run_all
 
 
 def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
@@ -189,11 +189,14 @@ def test_unmeasured_lengths_cost_in_proportion() -> None:
 
 
 def test_the_engine_tells_how_long_contexts_are(monkeypatch: Patch) -> None:
-    """Contexts that grow past a class's border are counted in the next one."""
+    """Contexts that grow past a class's border are counted in the next one; no text changes."""
     monkeypatch.setattr(rules, "SHORT_CONTEXT", 64)
-    engine = make_engine(demo_folder(), spec="mtp", adaptive=True)
     prompts = random_prompts(1, 44, 200)
-    run_all(engine, prompts, [SamplingParams(max_tokens=40, ignore_eos=True)])
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=3)]
+    plain = run_all(make_engine(demo_folder()), prompts, params)
+    for lag in (0, 2):
+        engine = make_engine(demo_folder(), spec="mtp", adaptive=True, lag=lag)
+        assert_same_runs(run_all(engine, prompts, params), plain)
     assert {key for key, times in engine.draft_length.times_by_load.items() if times.verify} == {
         (1, 0),
         (1, 1),
