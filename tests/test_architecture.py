@@ -43,7 +43,7 @@ LIMITS: dict[str, dict[str, float]] = {
         "long_lines": 5.6,
         "vague_bindings": 0.1,
         "packed_literals": 0,
-        "noun_docstrings": 8,
+        "noun_docstrings": 0,
     },
     "benchmarks": {
         "long_functions": 3,

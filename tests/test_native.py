@@ -136,8 +136,7 @@ def test_the_target_alone_decides(model: Tiny) -> None:
 
 
 def test_the_reason_against_c_kernels_is_reported(model: Tiny, monkeypatch: Patch) -> None:
-    """What cannot be had is refused where it was asked for, and named in the plan where it was
-    not."""
+    """Kernels that were asked for and cannot run are an error; else the plan says why not."""
     dense = model("tiny-qwen3")
     for folder, options, reason in (
         (dense, {"dtype": "float16"}, "they multiply bfloat16 and float32, not float16"),
@@ -180,7 +179,7 @@ def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
     "error", [torch.OutOfMemoryError("once"), KeyboardInterrupt(), RuntimeError("once")]
 )
 def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseException) -> None:
-    """What others could have found before it was written is not found, or is written by then."""
+    """Later requests find no page that the broken pass was to write, and give the same text."""
     folder = model("tiny-qwen3")
     prompt = random_prompts(1, 200, 250, seed=3)[0]
     params = SamplingParams(max_tokens=12, ignore_eos=True)

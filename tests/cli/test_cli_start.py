@@ -299,7 +299,7 @@ def test_threads_of_torch_do_not_spin_long_unless_the_environment_says_how(
 
 
 def test_a_command_that_cannot_be_imported_is_an_error(spd_run, monkeypatch) -> None:
-    """What it could be told to do instead is in the same module."""
+    """The error names the cause: the module that failed also holds the command's options."""
 
     def fail(name: str) -> None:
         raise ImportError("a broken installation")

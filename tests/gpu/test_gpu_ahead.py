@@ -43,8 +43,7 @@ def test_first_requests_capture_nothing(method: str, params: SamplingParams) -> 
 
 
 def test_what_adaptive_lengths_try_first_is_captured() -> None:
-    """Of a request alone, with the target as drafter: its rounds are over before any time is
-    judged."""
+    """A short request alone ends before any length is judged: it runs captured lengths only."""
     options = {**method_options("draft", 3, demo_folder()), "adaptive": True}
     with gpu_engine(demo_folder(), dtype="bfloat16", lag=1, **options) as engine:
         captured = engine.round_queue.captured

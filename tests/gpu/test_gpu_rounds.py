@@ -177,7 +177,7 @@ def test_changing_draft_lengths_give_the_plain_text(models: dict[str, Model]) ->
 
 
 def test_a_shared_prefix_changes_no_text() -> None:
-    """What a page of another request holds is what would have been computed."""
+    """A page that another request filled holds the values that this request would compute."""
     prompt = lane.demo_prompts()[3]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     works = [[(p, params)] for p in (prompt, (*prompt, 9, 8, 7), prompt[:500], prompt)]

@@ -106,8 +106,7 @@ def check(programs: list[dict[str, Any]], arch: int) -> None:
 
 
 def test_kernels_compile_for_hopper(request: pytest.FixtureRequest) -> None:
-    """What has not changed since this was last run is not compiled again: Triton keeps it by its
-    source."""
+    """Triton's cache holds each kernel by its source: only changed kernels compile again."""
     programs = compile_all(90, MODULES, request.config.cache.mkdir("triton"), without=FEW)
     check(programs, 90)
     latent = [

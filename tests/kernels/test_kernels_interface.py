@@ -62,7 +62,7 @@ def test_parameters_are_the_contracts(path: str) -> None:
 
 
 def test_the_c_kernels_fall_back_to_torch() -> None:
-    """What the C library lacks is torch's own function."""
+    """A kernel that the C library lacks is torch's own function."""
     # Any: of two functions that take other first arguments, mypy knows that they differ.
     plain: Any = TorchKernels
     assert NativeKernels.verify_drafts is plain.verify_drafts

@@ -198,8 +198,7 @@ plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True
 def test_every_step_has_the_samplings_law(
     form: Form, vocab: int, coarse: bool, small_blocks: None
 ) -> None:
-    """Which tokens a truncation leaves is seen in the law: by both cuts, each alone, and
-    neither."""
+    """Both truncations, each alone, and neither leave the tokens of torch's law."""
     case = random_case(
         slots=slot_count(form, 6), k=1, vocab=vocab, seed=vocab, device=form.device, coarse=coarse
     )

@@ -245,7 +245,7 @@ def test_pages_stay_until_no_round_can_touch_them() -> None:
 
 
 def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
-    """Of two waiting prompts with one beginning, the second is admitted after the first is written."""
+    """A prompt waits while another writes their common beginning, then shares it."""
     scheduler = scheduler_of(3, 30)
     first, second = (sequence_of(f"{last}", (*range(18), last), 30) for last in (1, 2))
     scheduler.add(first)
