@@ -131,10 +131,11 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Se
         return None
     from spd.cli.run_settings import engine_config
 
-    model_names = options.model, options.draft_model
     for connection, server_info in find_servers(session.runtime_folder, session.console.note):
         try:
-            model, *_ = [resolve_model(name) for name in model_names if name is not None]
+            model = resolve_model(options.model)
+            if options.draft_model is not None:
+                resolve_model(options.draft_model)  # Raises where it is not there.
         except NotFoundError:
             return None  # no server has a model that is not there
         requested_identity = identity(engine_config(options, model))

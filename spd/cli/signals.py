@@ -57,7 +57,7 @@ class SignalGuard:
         for signum in STOP_SIGNALS:
             with suppress(ValueError):  # not in the main thread: the caller keeps its own handlers
                 if signal.getsignal(signum) != signal.SIG_IGN:
-                    self._previous_handlers[signum] = signal.signal(signum, self._handle)
+                    self._previous_handlers[signum] = signal.signal(signum, self._on_stop_signal)
         with suppress(ValueError):
             if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
                 self._previous_handlers[signal.SIGTSTP] = signal.signal(
@@ -77,8 +77,11 @@ class SignalGuard:
         if not (isinstance(fault.exc_value, OSError) and "race condition" in str(fault.exc_value)):
             self._previous_unraisable_hook(fault)
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Record the signal and raise Interrupted, or leave that to the end of `defer`."""
+    def _on_stop_signal(self, signum: int, frame: FrameType | None) -> None:
+        """Record the signal and raise Interrupted, or leave that to the end of `defer`.
+
+        The next signal ends the process.
+        """
         for watched in self._previous_handlers.keys() & set(STOP_SIGNALS):
             signal.signal(watched, signal.SIG_DFL)
         self.received = signum
@@ -126,7 +129,7 @@ class SignalGuard:
             return
 
         def handle(signum: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, self._handle)
+            signal.signal(signal.SIGINT, self._on_stop_signal)
             action()
 
         previous_handler = signal.signal(signal.SIGINT, handle)

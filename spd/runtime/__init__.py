@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from spd.runtime.engine.trace import RoundRecord
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.load.quantize import (
-        int4_output_tensors,
+        int4_checkpoint_tensors,
         int4_tensor_names,
         quantization_config,
     )
     from spd.runtime.models import unused_tensors
-    from spd.runtime.models.mtp_weights import check_source, module_position_size
+    from spd.runtime.models.mtp_weights import check_source, module_position_elements
     from spd.runtime.models.weights import DTYPE_BYTES
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter, takes_draft_model
@@ -68,9 +68,9 @@ _HOMES = {
         "full_match_pattern",
     ),
     "load.progress": ("LoadProgress", "Progress"),
-    "load.quantize": ("quantization_config", "int4_tensor_names", "int4_output_tensors"),
+    "load.quantize": ("quantization_config", "int4_tensor_names", "int4_checkpoint_tensors"),
     "models": ("unused_tensors",),
-    "models.mtp_weights": ("check_source", "module_position_size"),
+    "models.mtp_weights": ("check_source", "module_position_elements"),
     "models.weights": ("DTYPE_BYTES",),
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter", "takes_draft_model"),

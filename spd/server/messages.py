@@ -178,13 +178,11 @@ class MessagesReply(Reply):
 
     def _part_delta(self, part: Part, text: str) -> bytes:
         """Return the chunk of a piece of a part."""
-        called = part.kind == "call"
-        kind, field = (
-            ("input_json_delta", "partial_json") if called else (f"{part.kind}_delta", part.kind)
-        )
-        return self._event(
-            "content_block_delta", index=part.index, delta={"type": kind, field: text}
-        )
+        if part.kind == "call":
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            delta = {"type": f"{part.kind}_delta", part.kind: text}
+        return self._event("content_block_delta", index=part.index, delta=delta)
 
     def _part_end(self, part: Part) -> Iterator[bytes]:
         """Yield the chunks at a part's end."""

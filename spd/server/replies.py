@@ -183,15 +183,15 @@ class Reply:
         Raises the exception that ended the generation.
         """
         try:
-            index, event = await asyncio.wait_for(self._updates.get(), seconds)
+            index, update = await asyncio.wait_for(self._updates.get(), seconds)
         except asyncio.TimeoutError:
             return None
-        if isinstance(event, BaseException):
-            raise event
-        if event.finish_reason == "error":
-            message = event.error or "the model failed while generating"
+        if isinstance(update, BaseException):
+            raise update
+        if update.finish_reason == "error":
+            message = update.error or "the model failed while generating"
             raise ApiError(500, message, code="generation_failed")
-        event = self._visible_event(index, event)
+        event = self._visible_event(index, update)
         self._reply_tokens += len(event.token_ids)
         grown = self._choices[index].add_event(event)
         self._assign_logprobs(event, grown)
@@ -209,18 +209,18 @@ class Reply:
     async def _stream(self) -> AsyncIterator[bytes]:
         """Yield the chunks of the stream."""
         try:
-            begun = False
+            has_begun = False
             while not self._has_ended:
-                update = await self._next_event(PING_SECONDS)
+                growth = await self._next_event(PING_SECONDS)
                 for data in (
-                    () if begun else self.start_chunks(self._group.metrics(0).cached_tokens)
+                    () if has_begun else self.start_chunks(self._group.metrics(0).cached_tokens)
                 ):
                     yield data
-                begun = True
-                if update is None:
+                has_begun = True
+                if growth is None:
                     yield self.ping()
                     continue
-                choice, event, grown = update
+                choice, event, grown = growth
                 for data in self.event_chunks(choice, event, grown):
                     yield data
             for data in self.end_chunks():

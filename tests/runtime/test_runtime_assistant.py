@@ -29,7 +29,7 @@ BIASED_IDS = (5, 17, 40)
 BIASED = SamplingParams(
     max_tokens=60, ignore_eos=True, logit_bias=tuple((i, 100.0) for i in BIASED_IDS)
 )
-CARD = Machine("cuda", 120 * 2**30, (8, 9), from_driver_only=True)
+CARD = Machine("cuda", 120 * 2**30, (8, 9), is_foreseen=True)
 KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clusters": {"clusters": 4, "selected": 3}}
 Pairs = dict[str, tuple[Path, Path]]
 

@@ -35,7 +35,7 @@ from tests.recipes.published_quantized import QUANTIZED, parts_of, write_quantiz
 from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.runtime.test_runtime_assistant import E2B_TARGET, E4B, PUBLISHED
 
-CARD = Machine("cuda", 80 * 2**30, (9, 0), from_driver_only=True)
+CARD = Machine("cuda", 80 * 2**30, (9, 0), is_foreseen=True)
 Shelf = Callable[[str], tuple[ModelFolder, Release]]
 RANKS = {
     "Qwen3.5-0.8B": 8,

@@ -229,7 +229,7 @@ def test_recommended_flags_fit(number: int, tmp_path: Path) -> None:
     slots = int(values["concurrency"])
     config = EngineConfig(model=folder, quantize=values.get("quantize", "none"), slots=slots)
     plan = resolve_plan(
-        config, Machine("cuda", int((int(card) - 0.5) * 2**30), (8, 9), from_driver_only=True)
+        config, Machine("cuda", int((int(card) - 0.5) * 2**30), (8, 9), is_foreseen=True)
     )
     longest = longest_context(plan.shape, plan.memory_budget_bytes)
     assert plan.spec == "mtp" and ctx <= longest <= 1.2 * ctx

@@ -140,7 +140,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     """
     from spd.formats.folder import ModelFolder
     from spd.formats.side_files import copy_side_files, side_files
-    from spd.runtime import int4_output_tensors, int4_tensor_names, quantization_config
+    from spd.runtime import int4_checkpoint_tensors, int4_tensor_names, quantization_config
 
     if options.destination is None:
         raise UsageError("missing argument 'DIR'")
@@ -155,7 +155,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         rounded = set(int4_tensor_names(source, options.mtp_too))
         if not rounded:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
-        output_tensors = int4_output_tensors(checkpoint, rounded)
+        output_tensors = int4_checkpoint_tensors(checkpoint, rounded)
         config = {
             **source.fields.values,
             "quantization_config": quantization_config(checkpoint, rounded),

@@ -133,7 +133,7 @@ def mtp_facts(folder: ModelFolder) -> Facts | None:
     None if none is declared.
     """
     from spd.formats.mtp import declared_module_count, find_mtp_source
-    from spd.runtime import DTYPE_BYTES, check_source, module_position_size
+    from spd.runtime import DTYPE_BYTES, check_source, module_position_elements
 
     declared = declared_module_count(folder.fields)
     source = find_mtp_source(folder)
@@ -150,7 +150,7 @@ def mtp_facts(folder: ModelFolder) -> Facts | None:
         check_source(source, checkpoint)
     except SpdError as refusal:
         error = refusal.message
-    per_token = layout.modules * module_position_size(folder.config, layout.family)
+    per_token = layout.modules * module_position_elements(folder.config, layout.family)
     return {
         "family": layout.family.name,
         "layout": layout.description,

@@ -39,11 +39,11 @@ def checked_form(template: ChatTemplate) -> Form:
     `FALLBACK_FORM` where the template shows no form that is known, or writes a call that is not
     read in the form that it seems to show.
     """
-    return _checked_form(_Source(template.tools_template, template))
+    return _checked_form(_TemplateByText(template.tools_template, template))
 
 
 @dataclass(frozen=True)
-class _Source:
+class _TemplateByText:
     """A template, compared by its text."""
 
     text: str
@@ -51,7 +51,7 @@ class _Source:
 
 
 @lru_cache(16)
-def _checked_form(source: _Source) -> Form:
+def _checked_form(source: _TemplateByText) -> Form:
     """Return the form of a template that is not cached yet."""
     form = call_form(source.text)
     reply = _rendered_call(source.template)

@@ -65,7 +65,7 @@ BY_NUMBER = {block_type.number: block_type for block_type in _TYPES}
 BY_NAME = {block_type.name: block_type for block_type in _TYPES}
 
 _REMOVED = "which llama.cpp no longer reads"
-_IK = "a type of ik_llama.cpp's own"
+_OF_IK_LLAMA = "a type of ik_llama.cpp's own"
 UNREADABLE_TYPES = {
     4: f"Q4_2, {_REMOVED}",
     5: f"Q4_3, {_REMOVED}",
@@ -75,7 +75,7 @@ UNREADABLE_TYPES = {
     36: f"IQ4_NL_4_4, {_REMOVED}",
     37: f"IQ4_NL_4_8, {_REMOVED}",
     38: f"IQ4_NL_8_8, {_REMOVED}",
-} | dict.fromkeys(range(97, 256), _IK)
+} | dict.fromkeys(range(97, 256), _OF_IK_LLAMA)
 """Descriptions of other numbers, as far as they are known."""
 
 READABLE_TYPES = (

@@ -92,7 +92,7 @@ def most_common(values: Sequence[object]) -> object:
     return counts.most_common(1)[0][0] if counts else list(values)
 
 
-def read_factors(file: GgufFile, tensor: GgufTensor) -> list[float]:
+def read_factors(tensor: GgufTensor) -> list[float]:
     """Return the numbers of a small tensor of float32. Raises CheckpointError for another one."""
     if tensor.type.name != "F32" or tensor.nbytes > 4 * MAX_FACTORS:
         reason = f"{tensor.type.name} {list(tensor.shape)} is not a list of up to {MAX_FACTORS} F32"

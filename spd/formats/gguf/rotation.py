@@ -76,7 +76,7 @@ def _read_factor_tensors(
     tensors = keys.file.tensors
     context = values.get("max_position_embeddings")
     if (tensor := tensors.get("rope_freqs.weight")) is not None:
-        numbers = read_factors(keys.file, tensor)
+        numbers = read_factors(tensor)
         if numbers[-1] > NO_ROTATION_FACTOR and all(
             number == 1.0 or number > NO_ROTATION_FACTOR for number in numbers
         ):
@@ -99,8 +99,8 @@ def _read_factor_tensors(
     original = keys.integer("rope.scaling.original_context_length")
     factors: dict[str, object] = {
         "rope_type": "longrope",
-        "short_factor": read_factors(keys.file, short),
-        "long_factor": read_factors(keys.file, long),
+        "short_factor": read_factors(short),
+        "long_factor": read_factors(long),
         "original_max_position_embeddings": original or context,
     }
     if (factor := keys.number("rope.scaling.attn_factor")) is not None:

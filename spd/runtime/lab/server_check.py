@@ -32,7 +32,7 @@ FRESH_REPLIES = 7
 """Replies in each mode to a question whose text differed: one such question can show the cause."""
 FRESH_QUESTIONS = 3
 """Questions of a setting that are asked anew at most."""
-ALARM = 0.001
+FALSE_ALARM_CHANCE = 0.001
 """The probability, in each setting, that speculation is blamed where it changes nothing."""
 LIE_PERIOD = 500
 """The chance is given of missing a server that changes one token in so many."""
@@ -84,7 +84,7 @@ class Setting:
             return "equal"
         between, *controls = (count_pairs(self.fresh, pair).share for pair in PAIRS)
         exceeds = between > max(controls)
-        return "speculation" if exceeds and self.chance() <= ALARM else "unrepeatable"
+        return "speculation" if exceeds and self.chance() <= FALSE_ALARM_CHANCE else "unrepeatable"
 
     def chance(self) -> float:
         """Return the chance of the fresh replies if speculation changes nothing; 1 without any."""
@@ -267,7 +267,7 @@ class ServerCheck:
     @property
     def false_alarm(self) -> float:
         """Return the most that the chance of blaming a speculation that changes nothing can be."""
-        return ALARM * len(self.settings)
+        return FALSE_ALARM_CHANCE * len(self.settings)
 
     def _ask(
         self,

@@ -35,7 +35,7 @@ def nibbles(codes: Tensor) -> Tensor:
 
 def bits(codes: Tensor, width: int, count: int) -> Tensor:
     """Return parts of bytes uint8 [..., H], `width` bits each, lowest first: [..., count, H]."""
-    parts = [(codes >> width * execution) & ((1 << width) - 1) for execution in range(count)]
+    parts = [(codes >> width * index) & ((1 << width) - 1) for index in range(count)]
     return torch.stack(parts, dim=-2)
 
 

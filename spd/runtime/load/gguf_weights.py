@@ -144,7 +144,9 @@ def _write_codes(
         order = torch.cat(cut.slices(order))
     elif cut is not None:
         order = torch.cat([torch.arange(first, end) for first, end in cut.ranges])
-    tensors = {name: torch.cat(strips) for name, strips in _read_parts(checkpoint, stored).items()}
+    tensors = {
+        name: torch.cat(strips) for name, strips in _read_code_strips(checkpoint, stored).items()
+    }
     width = tensors["codes"].shape[1]
     for name, tensor in tensors.items():
         target = view if name == "codes" else parameters[name]
@@ -170,7 +172,7 @@ def _original_row_order(stored: StoredTensor) -> Tensor:
     return parts[0].flatten()
 
 
-def _read_parts(checkpoint: GgufCheckpoint, stored: StoredTensor) -> dict[str, list[Tensor]]:
+def _read_code_strips(checkpoint: GgufCheckpoint, stored: StoredTensor) -> dict[str, list[Tensor]]:
     """Return strips of codes [rows, K] and of quantization parameters, of all parts of a matrix."""
     strips: dict[str, list[Tensor]] = {}
     for part in stored.parts:

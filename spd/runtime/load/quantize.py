@@ -58,7 +58,7 @@ def int4_tensor_names(folder: ModelFolder, includes_mtp: bool) -> list[str]:
     return [name for name, meta in tensors.items() if name in names and meta.dtype in FLOAT_DTYPES]
 
 
-def int4_output_tensors(checkpoint: Checkpoint, rounded: Collection[str]) -> list[OutputTensor]:
+def int4_checkpoint_tensors(checkpoint: Checkpoint, rounded: Collection[str]) -> list[OutputTensor]:
     """Return every tensor of a checkpoint as it is written: codes and scales of those that are
     rounded.
     """

@@ -108,8 +108,8 @@ class JointHeadNorms:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Return qkv [T, N] with queries and keys normalised."""
-        query_rows, key_rows = (scale.shape[0] for scale in self.scales)
-        query, key, value = torch.split(qkv, [query_rows, key_rows, key_rows], dim=1)
+        query_width, key_width = (scale.shape[0] for scale in self.scales)
+        query, key, value = torch.split(qkv, [query_width, key_width, key_width], dim=1)
         means = torch.stack([x.float().square().mean(1) for x in (query, key)], 1)
         if self.ranks is not None:
             means = self.ranks.sum(means) / self.ranks.size

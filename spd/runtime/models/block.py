@@ -118,9 +118,10 @@ def _markov_parameters(config: ModelConfig, shard: Shard) -> dict[str, Parameter
         "markov_embedding": {"markov_w1.weight": (config.vocab_size, markov.rank)}
     }
     if markov.kind != "vanilla":
-        name, pieces, states = (
-            ("gate_proj", 1, 1) if markov.kind == "gated" else ("joint_proj", 3, 2)
-        )
+        is_gated = markov.kind == "gated"
+        name = "gate_proj" if is_gated else "joint_proj"
+        pieces = 1 if is_gated else 3
+        states = 1 if is_gated else 2
         width = states * markov.rank + config.hidden_size
         shapes["markov_mix"] = {f"{name}.weight": (pieces * markov.rank, width)}
         shapes["markov_mix_bias"] = {f"{name}.bias": (pieces * markov.rank,)}

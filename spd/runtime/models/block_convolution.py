@@ -28,15 +28,15 @@ class BlockConvolution:
         self.base = tensors["conv_base"]
         self.projection = build.unnormed_projection(tensors, "conv")
 
-    def before(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Return the normed and convolved rows x [T, hidden], and their factors for `behind`."""
+    def convolve_input(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return the normed and convolved rows x [T, hidden], and their factors for `convolve_result`."""
         layout = self.layout
         x = rms_norm(x, self.norm, self.epsilon)
         own = self.projection(Residual(x), batch)
         before, behind = own.view(len(x), 2, layout.kernel, -1).unbind(1)
         return self._convolve(x, before, self.base[0], batch), behind
 
-    def behind(self, x: Tensor, factors: Tensor, batch: ForwardBatch) -> Tensor:
+    def convolve_result(self, x: Tensor, factors: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the convolved rows x [T, hidden] of the block's result."""
         return self._convolve(x, factors, self.base[1], batch)
 

@@ -101,12 +101,12 @@ class ConvolvedLayer(DecoderLayer):
         """Return the stream [T, hidden] with both blocks added; the rows' entries are written."""
         around_attention, around_mlp = self.convolutions
         zeros = Residual(torch.zeros_like(stream.x))
-        x, factors = around_attention.before(stream.x, batch)
+        x, factors = around_attention.convolve_input(stream.x, batch)
         mixed = self.attention(Residual(x), rotary, batch, cache, zeros)
-        total = stream.x + around_attention.behind(mixed.x, factors, batch)
-        x, factors = around_mlp.before(total, batch)
+        total = stream.x + around_attention.convolve_result(mixed.x, factors, batch)
+        x, factors = around_mlp.convolve_input(total, batch)
         mixed = self.mlp(Residual(x), batch, Residual(torch.zeros_like(x)))
-        total = total + around_mlp.behind(mixed.x, factors, batch)
+        total = total + around_mlp.convolve_result(mixed.x, factors, batch)
         if self.kernels.capabilities.folds_norms and batch.chunk_start is None:
             return with_square_sums(total, self.kernels)
         return Residual(total)

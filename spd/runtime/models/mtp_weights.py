@@ -99,7 +99,9 @@ def count_module_bytes(
     return weights.count_layout_bytes(source.config, layout, dtype, form)
 
 
-def module_position_size(config: ModelConfig, family: MtpFamily, shard: Shard = UNSHARDED) -> int:
+def module_position_elements(
+    config: ModelConfig, family: MtpFamily, shard: Shard = UNSHARDED
+) -> int:
     """Return the elements of one position in a module's cache."""
     return sum(math.prod(shape) for shape in module_layer(config, family, shard).attention.cache)
 

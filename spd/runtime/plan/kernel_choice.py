@@ -71,9 +71,9 @@ def choose_kernels(
         return requested, "asked for"
     if requested == "native" or (requested == "auto" and machine.on_cpu):
         return _choose_native(
-            requested, native_obstacle(machine, dtype, layers), dtype, machine.from_driver_only
+            requested, native_obstacle(machine, dtype, layers), dtype, machine.is_foreseen
         )
-    if not machine.from_driver_only and find_spec("triton") is None:
+    if not machine.is_foreseen and find_spec("triton") is None:
         if requested == "auto":
             return "torch", "triton is not installed"
         raise ResourceError(
@@ -118,9 +118,14 @@ def _fall_back_to_torch(requested: str, reason: str) -> tuple[str, str]:
 
 
 def _choose_native(
-    requested: str, obstacle_text: str | None, dtype: str, from_driver_only: bool
+    requested: str, obstacle_text: str | None, dtype: str, is_foreseen: bool
 ) -> tuple[str, str]:
-    if obstacle_text is None and from_driver_only:
+    """Return the C kernels and how they are compiled, or torch's and the reason against C.
+
+    Compiles them, unless the machine is only foreseen. Raises IncompatibleError where C kernels were
+    requested and cannot run.
+    """
+    if obstacle_text is None and is_foreseen:
         return "native", "foreseen"
     if obstacle_text is None:
         from spd.kernels.native.library import open_library

@@ -29,8 +29,8 @@ class Machine:
     free: int
     capability: tuple[int, int] = (0, 0)
     """CUDA's; (0, 0) without one, or where the driver does not say."""
-    from_driver_only: bool = False
-    """True: known from the driver alone, and nothing is compiled for a plan on it."""
+    is_foreseen: bool = False
+    """True: a plan for it compiles nothing, since this process does not run there, or not yet."""
 
     @property
     def on_cpu(self) -> bool:
@@ -85,8 +85,8 @@ def machine_from_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
             library.nvmlDeviceGetCudaComputeCapability(
                 device, ctypes.byref(major), ctypes.byref(minor)
             )
-            return Machine("cuda", memory[1], (major.value, minor.value), from_driver_only=True)
-    return Machine("cpu", free_memory("cpu"), from_driver_only=True)
+            return Machine("cuda", memory[1], (major.value, minor.value), is_foreseen=True)
+    return Machine("cpu", free_memory("cpu"), is_foreseen=True)
 
 
 def free_memory(device: str) -> int:

@@ -186,7 +186,7 @@ def entry_bytes(layout: MixerLayout, kv: str) -> int:
     return size + SCALE_BYTES * sum(math.prod(shape) for shape in layout.cache_scales)
 
 
-def position_size(config: ModelConfig, ranks: int = 1) -> int:
+def position_elements(config: ModelConfig, ranks: int = 1) -> int:
     """Return the elements of one position in the caches of all layers, on one of `ranks`."""
     layers = rank_layout(config, ranks).layers
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
@@ -319,7 +319,7 @@ def _block_bytes(shape: EngineShape, draft: ModelConfig) -> int:
         shape.chunk, CAPABILITIES[shape.kernels].tail_rows, shape.slots * (shape.draft_max + 1)
     )
     streams = 2 * rows * block.num_aux_layers * block.target_hidden_size
-    context = rows * 2 * position_size(draft, shape.draft_tp)
+    context = rows * 2 * position_elements(draft, shape.draft_tp)
     tables = 0
     if shape.draft_tp != shape.tp:
         tables = 2 * -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size

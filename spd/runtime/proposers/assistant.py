@@ -25,7 +25,7 @@ class AssistantProposer(ModelProposer):
 
     reads_target_states = True
 
-    def capture(self, window: RoundWindow, states: Tensor) -> None:
+    def store_target_states(self, window: RoundWindow, states: Tensor) -> None:
         """Store the target's states [S, R, hidden] of a round's rows until `draft` reads them."""
         self._states = states
 

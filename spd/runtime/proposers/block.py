@@ -64,7 +64,7 @@ class BlockProposer(ModelProposer):
             if part.begin < limit:
                 self.runner.write_prompt_states(part.below(limit), part_states)
 
-    def capture(self, window: RoundWindow, states: Tensor) -> None:
+    def store_target_states(self, window: RoundWindow, states: Tensor) -> None:
         """Write the cache entries of a round's rows, of the target's states [S, R, hidden]."""
         rows: Rows = window
         limit = self.paging.limit

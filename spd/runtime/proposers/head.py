@@ -112,7 +112,7 @@ class HeadProposer(ModelProposer):
         )
         return ring
 
-    def capture(self, window: RoundWindow, states: Tensor) -> None:
+    def store_target_states(self, window: RoundWindow, states: Tensor) -> None:
         """Store the target's states [S, R, hidden] of a round's rows.
 
         Rejected ones are overwritten.

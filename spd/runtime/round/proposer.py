@@ -72,7 +72,7 @@ class Proposer:
         read.
         """
 
-    def capture(self, window: RoundWindow, states: Tensor) -> None:
+    def store_target_states(self, window: RoundWindow, states: Tensor) -> None:
         """Store the target's states [S, R, hidden] of the rows that a round verifies."""
 
     def draft(

@@ -91,7 +91,7 @@ class Round:
         window = kernels.round_window(state, k, paging, self.sampler.usable_vocab)
         hidden, states = self.runner.forward(window, state.page_table, views)
         if self.proposer is not None:
-            self.proposer.capture(window, states)
+            self.proposer.store_target_states(window, states)
         if not kernels.capabilities.reads_no_lengths:  # on a GPU a launch more costs too much
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
         sampled, finite, accepted, logprobs = self._sample(
