@@ -33,6 +33,7 @@ class EngineOptions(TypedDict, total=False):
     graphs: bool | None
     threads: int | None
     slots: int
+    pool_tokens: int
     cache_pages: int | None
     ctx: int | None
     tp: int

@@ -1,15 +1,17 @@
 """Count tokens that speculation changed: every drafter, k, lag and temperature, alone and 16 together.
 
     python -m benchmarks.equality [-m MODEL...] [--draft-model FOLDER] [--dtype bfloat16,float32] [--tp N]
-                                  [--kv int8] [--requests 48] [--tokens 64] [--rotate] [--only PATTERN]
-                                  [--minutes M] [--out FILE]
+                                  [--kv int8] [--requests 48] [--tokens 64] [--rotate] [--agents]
+                                  [--only PATTERN] [--minutes M] [--out FILE]
 
 What is right is plain decoding of each request alone, without cached prefixes and recorded rounds. A cell
 runs the same requests speculated with one drafter and k: at each lag 16 together in a cache that is too
 small for them, so that some are interrupted, and every sixth alone. Of three requests the second begins as
 the first, and the third is the next turn of its chat: prefixes are found. Where nothing interrupted a
 request, drafts and accepted counts are the same at every lag. With --rotate each drafter of each model runs
-at one k, in turn: for the files of many types that a model comes in.
+at one k, in turn: for the files of many types that a model comes in. With --agents every other request
+follows a schema, lookup drafts from texts of ended requests too, and the number of drafts changes from round
+to round, those of a model that lookup continues included; drafts then depend on the lag.
 
 FILE keeps finished cells, by commit, processor and model; a later call goes on with what is missing. Exits 0
 where nothing differs, 6 where something does, 7 where --minutes left cells.
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -34,6 +37,7 @@ from spd import Engine, Request, SamplingParams, SpdError
 from spd.formats.folder import ModelFolder
 from spd.formats.hub import resolve_model
 from spd.formats.tokenizer import Tokenizer
+from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.plan.config import KV_FORMS
 from spd.runtime.plan.drafter_choice import choose_drafter
 from spd.runtime.round.limits import PAGE_SIZE
@@ -61,6 +65,19 @@ OPENINGS = (
 )
 
 
+CALL = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string", "maxLength": 24},
+        "lines": {"type": "array", "items": {"type": "integer", "maximum": 9999}, "maxItems": 3},
+        "mode": {"enum": ["read", "replace", "append"]},
+    },
+    "required": ["path", "lines", "mode"],
+    "additionalProperties": False,
+}
+POOL_TOKENS = 16_384
+
+
 @dataclass
 class Text:
     """The output of one request."""
@@ -70,6 +87,25 @@ class Text:
     finish: str | None = None
     interrupted: int = 0
     cached: int = 0
+
+
+def vary_drafts(engine: Engine) -> None:
+    """Let rounds draft every number of tokens in turn, by a model, by lookup, and by both."""
+    chooser = engine.draft_length
+    longest = chooser.lookup_k or chooser.maximum
+    lengths = itertools.cycle(
+        (chooser.maximum, longest, longest, 1, longest, 0, longest, longest, longest, 0, 0)
+    )
+    chained = itertools.cycle((0, 2, 1, 0, 3))
+
+    def choose() -> int:
+        """Return the next number of drafts, and set how many a model makes before lookup."""
+        length = next(lengths)
+        chains = chooser.lookup_k and length > chooser.maximum
+        chooser.chained = min(next(chained), chooser.maximum) if chains else 0
+        return length
+
+    chooser.choose = choose  # type: ignore[method-assign]
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
@@ -88,8 +124,13 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:
     return list(texts.values())
 
 
-def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
-    """Return requests at every temperature; `engine` generates what a next turn continues."""
+def make_requests(
+    engine: Engine, count: int, tokens: int, *, with_schemas: bool = False
+) -> list[Request]:
+    """Return requests at every temperature; `engine` generates what a next turn continues.
+
+    with_schemas: True for a schema that every other one follows.
+    """
     tokenizer = engine.tokenizer
     requests = list[Request]()
     assert isinstance(tokenizer, Tokenizer)
@@ -109,7 +150,8 @@ def make_requests(engine: Engine, count: int, tokens: int) -> list[Request]:
             spans = tuple(zip(("prompt", "generated", "prompt"), parts, strict=True))
         temperature = TEMPERATURES[(i + i // 3) % 3]
         params = SamplingParams(temperature=temperature, seed=i, max_tokens=tokens, ignore_eos=True)
-        requests.append(Request(f"r{i}", ids, params, spans))
+        grammar = GrammarSpec("schema", json.dumps(CALL)) if with_schemas and i % 2 else None
+        requests.append(Request(f"r{i}", ids, params, spans, grammar=grammar))
     return requests
 
 
@@ -143,9 +185,13 @@ def few_pages(requests: Sequence[Request]) -> int:
 
 
 def run_cell(
-    options: EngineOptions, requests: Sequence[Request], expected: Sequence[Text]
+    options: EngineOptions,
+    requests: Sequence[Request],
+    expected: Sequence[Text],
+    *,
+    is_varied: bool = False,
 ) -> dict[str, Any]:
-    """Run one drafter and k at every lag."""
+    """Run one drafter and k at every lag; is_varied: as with --agents."""
     began = time.monotonic()
     first = list[Text]()
     row = {
@@ -162,8 +208,11 @@ def run_cell(
         together: EngineOptions = {"slots": SLOTS, "cache_pages": pages}
         alone: EngineOptions = {"slots": 1}
         for selected, batch_options in ((requests, together), (requests[::ALONE], alone)):
-            fixed: EngineOptions = {**options, **batch_options}
-            engine = Engine(engine_config(fixed, ctx=CTX, lag=lag, adaptive=False))
+            fixed: EngineOptions = {**options, **batch_options, "adaptive": is_varied}
+            pool_tokens = POOL_TOKENS if is_varied else 0
+            engine = Engine(engine_config(fixed, ctx=CTX, lag=lag, pool_tokens=pool_tokens))
+            if is_varied:
+                vary_drafts(engine)
             right = expected[:: 1 if selected is requests else ALONE]
             texts = run(engine, selected)
             row["tokens"] += sum(len(text.tokens) for text in texts)
@@ -175,6 +224,7 @@ def run_cell(
             engine.close()
             if selected is requests:
                 first = first or texts
+            if selected is requests and not is_varied:
                 row["drafts_differ"] += sum(
                     a.drafts != b.drafts and not a.interrupted + b.interrupted
                     for a, b in zip(texts, first, strict=True)
@@ -230,6 +280,7 @@ def parse_settings(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rotate", action="store_true", help="one k of each drafter, in turn")
+    parser.add_argument("--agents", action="store_true", help="schemas, a pool, varying drafts")
     parser.add_argument("--only", default="*", help="cells by name: * stands for anything")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell later")
     parser.add_argument("--out", type=Path)
@@ -252,6 +303,8 @@ def main(arguments: list[str] | None = None) -> int:
         "tp": settings.tp,
     }
     head |= {"kv": settings.kv, "requests": settings.requests, "tokens": settings.tokens}
+    if settings.agents:
+        head["agents"] = True
     earlier = (
         json.loads(settings.out.read_text())
         if settings.out is not None and settings.out.exists()
@@ -279,12 +332,15 @@ def main(arguments: list[str] | None = None) -> int:
             }
             config = engine_config(plain, ctx=CTX, slots=1, prefix_sharing=False, graphs=False)
             engine = Engine(config)
-            requests = make_requests(engine, settings.requests, settings.tokens)
+            requests = make_requests(
+                engine, settings.requests, settings.tokens, with_schemas=settings.agents
+            )
             expected = [run(engine, [request])[0] for request in requests]
             right[key] = requests, expected
             engine.close()
         requests, expected = right[key]
-        rows[name] = run_cell(options, requests, expected)
+        is_varied = settings.agents and options["spec"] != "off"
+        rows[name] = run_cell(options, requests, expected, is_varied=is_varied)
         print(name, json.dumps(rows[name]), flush=True)
         if settings.out is not None:
             settings.out.write_text(json.dumps({**head, "cells": rows}, indent=1) + "\n")

@@ -190,7 +190,7 @@ def family_cells(shelf: Shelf, prompts: list[str]) -> Iterator[Cell]:
             *FORMS[: 3 if OLD_NATIVE else 2],
             *(f"{form_options} {SAME_ARITHMETIC}" for form_options in extra_forms),
         ):
-            base = f"generate -m {folder} --threads 1 -n 24 --ignore-eos --seed 3 {form}"
+            base = f"generate -m {folder} --threads 1 -n 24 --set ignore_eos=on --seed 3 {form}"
             runs = [batch(f"{base} --temperature 0 --spec off", short_prompts, {"logprobs": 3})]
             for spec in filter(None, ("ngram", f"draft --draft-model {folder}", head)):
                 argv = f"{base} --temperature 0.6 --no-adaptive --draft-max 3 --lag 1 --spec {spec}"

@@ -18,6 +18,7 @@ from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Rows
 from spd.kernels.round.commit import emission_width
 from spd.kernels.round.window import ENDED, NUM_TIMES, Paging
 from spd.kernels.sampling import draft_verify, philox, sampling
+from spd.runtime.proposers.ngram import LookupPool
 from spd.runtime.round.sampling_params import SamplingSteps
 
 STEPS = {
@@ -198,4 +199,8 @@ def lookup_case(bench: Bench, slots: int, k: int, widths: Sequence[int], vocab: 
         s = Slots.build(bench, slots, k, width, vocab)
         call = partial(bench.kernels.ngram_lookup, s, k, 3, 8, width)
         table_rows[str(width)] = bench.row([call], slots * width // 2 * 8)
+        pool = LookupPool(width, 3, bench.timer.device)
+        pool.add(s.tokens[0, :width].tolist())
+        call = partial(bench.kernels.pool_lookup, s, pool.texts, k, 3, 8)
+        table_rows[f"pool of {width}"] = bench.row([call], None)
     return table_rows

@@ -302,6 +302,9 @@ class RunOptions(EngineOptions):
     memory_fraction: float = advanced_option(
         0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
     )
+    lookup: Path | None = model_option(
+        None, "DIR", "Lookup drafts from earlier sessions too, which DIR keeps."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False, init=False)
@@ -320,7 +323,7 @@ class SamplingOptions:
         None, "TEXT", "Stop before TEXT; \\n is a newline. Repeatable."
     )
     set: list[str] | None = input_option(
-        None, "NAME=VALUE", "top_k, min_p, min_tokens, logit_bias or a penalty. Repeatable."
+        None, "NAME=VALUE", "top_k, min_p, min_tokens, ignore_eos, logit_bias or a penalty."
     )
     top_k: int | None = None
     min_p: float | None = None
@@ -365,7 +368,6 @@ class GenerateOptions(ReplyOptions):
     raw: bool = input_option(False, None, "No chat template: continue the text.")
     prompt_ids: str | None = input_option(None, "1,2,3", "Token ids instead of text.")
     dry_run: bool = input_option(False, None, "Show the prompt and its tokens; load no weights.")
-    ignore_eos: bool = input_option(False, None, "Do not stop at the end of text.")
     jsonl: bool = input_option(
         False, None, "One prompt a line on stdin or in -f FILE, one JSON line out for each."
     )

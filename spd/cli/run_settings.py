@@ -16,7 +16,7 @@ from spd.cli.options import EngineOptions, GenerateOptions, ReplyOptions
 from spd.cli.prompt_input import read_grammar
 from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.errors import SpdError, UsageError
-from spd.runtime.plan.config import EngineConfig
+from spd.runtime.plan.config import POOL_TOKENS, EngineConfig
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -70,6 +70,7 @@ ENGINE_OPTIONS = (
     "tp",
     "draft_tp",
     "rendezvous",
+    "lookup",
 )
 """Options that are fields of EngineConfig under the same names."""
 
@@ -95,6 +96,8 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
         grammar = read_grammar(options)
         if options.jsonl:
             config = dataclasses.replace(config, slots=options.concurrency or 8)
+    if not isinstance(options, GenerateOptions) or options.jsonl:  # it answers more than once
+        config = dataclasses.replace(config, pool_tokens=POOL_TOKENS)
     sampling = resolve_sampling(requested_sampling(options), folder.generation, usable_vocab_size)
     context = model.max_positions if options.ctx is None else min(options.ctx, model.max_positions)
     if grammar is not None:
@@ -122,12 +125,15 @@ def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineC
         from spd.formats.folder import ModelFolder
 
         draft_model = ModelFolder.resolve(options.draft_model)
+    values = {name: getattr(options, name) for name in ENGINE_OPTIONS if hasattr(options, name)}
+    if values.get("lookup") is not None and options.spec == "auto":
+        values["spec"] = "auto+ngram"
     return EngineConfig(
         model=folder,
         draft_model=draft_model,
         lag=None if options.lag == "auto" else int(options.lag),
         graphs=None if options.graphs == "auto" else options.graphs == "on",
-        **{name: getattr(options, name) for name in ENGINE_OPTIONS if hasattr(options, name)},
+        **values,
     )
 
 

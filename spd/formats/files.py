@@ -81,8 +81,8 @@ def open_output(path: Path, *, append: bool = False) -> int:
     return descriptor
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
-    """Write a text file through a temporary one with an unpredictable name.
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file through a temporary one with an unpredictable name.
 
     The file is never incomplete.
     """
@@ -90,7 +90,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with open(descriptor, "wb") as file:
-            file.write(text.encode())
+            file.write(content.encode() if isinstance(content, str) else content)
             sync(file)
         os.replace(temporary, path)
     except BaseException:

@@ -16,6 +16,7 @@ from spd.kernels.recurrent.delta_rule import delta_chunks, delta_rule, gated_nor
 from spd.kernels.recurrent.short_conv import short_conv
 from spd.kernels.round.commit import round_commit
 from spd.kernels.round.ngram_lookup import ngram_lookup
+from spd.kernels.round.pool_lookup import pool_lookup
 from spd.kernels.round.window import committed_window, draft_step, mark_time, round_window
 from spd.kernels.sampling.draft_verify import verify_drafts
 from spd.kernels.sampling.sampling import row_distributions, sample_rows
@@ -60,3 +61,4 @@ class TorchKernels:
     mark_time = staticmethod(mark_time)
     round_commit = staticmethod(round_commit)
     ngram_lookup = staticmethod(ngram_lookup)
+    pool_lookup = staticmethod(pool_lookup)

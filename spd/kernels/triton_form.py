@@ -21,6 +21,7 @@ from spd.kernels.recurrent.gated_norm_triton import gated_norm
 from spd.kernels.recurrent.short_conv_triton import short_conv
 from spd.kernels.round.commit_triton import round_commit
 from spd.kernels.round.ngram_lookup_triton import ngram_lookup
+from spd.kernels.round.pool_lookup_triton import pool_lookup
 from spd.kernels.round.window_triton import committed_window, draft_step, mark_time, round_window
 from spd.kernels.sampling.draft_verify_triton import verify_drafts
 from spd.kernels.sampling.sampling_triton import row_distributions, sample_rows
@@ -65,6 +66,7 @@ class TritonKernels:
     mark_time = staticmethod(mark_time)
     round_commit = staticmethod(round_commit)
     ngram_lookup = staticmethod(ngram_lookup)
+    pool_lookup = staticmethod(pool_lookup)
 
     def linear(
         self,

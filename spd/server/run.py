@@ -59,9 +59,7 @@ class ServerOptions:
     idle: float | None = None
     """Seconds without requests after which the server ends."""
     aliases: Sequence[str] = ()
-    """Further names of the model."""
-    any_model: bool = False
-    """True if every other name is accepted, too."""
+    """Further names of the model; "*" stands for every other one."""
 
 
 def run(
@@ -86,9 +84,9 @@ def run(
         solo_plan = make_plan(dataclasses.replace(settings.config, slots=1))
         service = Service(
             settings,
-            (options.model, *options.aliases),
+            (options.model, *(name for name in options.aliases if name != "*")),
             thread,
-            any_model=options.any_model,
+            any_model="*" in options.aliases,
             report=report,
         )
         host = f"[{options.host}]" if ":" in options.host else options.host

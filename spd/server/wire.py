@@ -48,11 +48,12 @@ def runtime_folder(folder: Path) -> Path:
 
 
 def identity(config: EngineConfig) -> dict[str, Any]:
-    """Return an engine's identity: this version, its options but for slots, and its models'
-    files.
+    """Return an engine's identity: this version, its options but for slots and what lookup keeps,
+    and its models' files.
     """
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    del fields["slots"]
+    for name in ("slots", "pool_tokens", "lookup"):
+        del fields[name]
     for name in ("model", "draft_model"):
         if (folder := fields[name]) is not None:
             files = {path.name: path.stat() for path in model_files(Path(folder))}

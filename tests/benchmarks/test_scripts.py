@@ -98,7 +98,7 @@ def test_nothing_differs_and_a_later_call_runs_nothing(
     assert equality.main([*CELL, "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())["cells"].values()
     assert row["tokens"] == 3 * 7 * 8 and row["differ"] == 0 and row["drafted"]
-    monkeypatch.setattr(equality, "run_cell", lambda *args: dict(row, differ=1))
+    monkeypatch.setattr(equality, "run_cell", lambda *args, **_: dict(row, differ=1))
     assert equality.main([*CELL, "--out", str(out)]) == 0
     assert equality.main([*CELL, "--tokens", "9", "--out", str(out)]) == 6, "other cells"
     assert equality.main([*CELL, "--minutes", "0"]) == 7

@@ -106,7 +106,8 @@ def test_each_event_is_out_before_the_next_step(ask, script, tmp_path) -> None:
 
 
 def test_options_reach_the_request_and_the_engine(ask, script, model) -> None:
-    argv = ["--stop", r"\n\n", "--set", "stop_token_id=7", "-n", 9, "--seed", 5, "--ignore-eos"]
+    argv = ["--stop", r"\n\n", "--set", "stop_token_id=7", "-n", 9, "--seed", 5]
+    argv += ["--set", "ignore_eos=on"]
     argv += [
         "--temperature",
         1,
@@ -153,6 +154,15 @@ def test_options_reach_the_request_and_the_engine(ask, script, model) -> None:
     assert script.engine.config == EngineConfig(model=ModelFolder(model), **expected_fields)
     (model / "generation_config.json").write_text('{"temperature": 200}')
     assert_refused(ask(), 2, "temperature 200", "generation_config.json")
+
+
+def test_lookup_in_a_folder_asks_for_lookup(ask, script, tmp_path) -> None:
+    for flags, spec in (([], "auto+ngram"), (["--spec", "ngram"], "ngram")):
+        assert ask(flags, "--lookup", tmp_path / "texts").code == 0
+        config = script.engine.config
+        assert (config.spec, config.lookup, config.pool_tokens) == (spec, tmp_path / "texts", 0)
+    ran = ask("--spec", "mtp", "--lookup", tmp_path)
+    assert_refused(ran, 2, "--spec asks for no lookup", "fix: --spec auto+ngram")
 
 
 def test_json_holds_the_reply_and_its_figures(ask, model, script) -> None:

@@ -16,7 +16,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_without_a_vocabulary_writes_tokens(spd_run: Any, file: Path) -> None:
-    arguments = ["generate", "-m", str(file), "--prompt-ids", "1,2,3", "-n", "8", "--ignore-eos"]
+    arguments = ["generate", "-m", str(file), "--prompt-ids", "1,2,3", "-n", "8"]
+    arguments += ["--set", "ignore_eos=on"]
     reply = spd_run(arguments, "--temperature", "0", "--json").json
     assert len(reply["token_ids"]) == 8
     assert reply["plan"]["weights_reason"].startswith("Q4_K")

@@ -127,7 +127,7 @@ def test_turns_of_a_hybrid_taken_back_go_on_from_checkpoints(spd_run, tmp_path, 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, None])
 def test_a_real_run_ends_by_a_signal_or_with_its_reader(signum: int | None) -> None:
     process = start(
-        [sys.executable, "-m", "spd", *RAW, "-n", "400", "--ignore-eos", "--spec", "off"]
+        [sys.executable, "-m", "spd", *RAW, "-n", "400", "--set=ignore_eos=on", "--spec", "off"]
     )
     assert os.read(process.stdout.fileno(), 1)
     if signum is None:

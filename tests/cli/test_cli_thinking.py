@@ -348,7 +348,7 @@ def thinker(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-BASE = ["generate", "--threads", 1, "--ctx", 256, "--temperature", 0, "--ignore-eos"]
+BASE = ["generate", "--threads", 1, "--ctx", 256, "--temperature", 0, "--set=ignore_eos=on"]
 
 
 def test_budget_and_schema_give_the_same_text_with_drafts(spd_run: Callable, thinker: Path) -> None:

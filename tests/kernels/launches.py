@@ -29,6 +29,7 @@ from spd.kernels.linear.skinny_linear import AnyWeight, Draw, Norm
 from spd.kernels.linear.tiled_weight import TiledWeight, tile_weight
 from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
+from spd.kernels.round.pool_lookup import TextPool
 from spd.kernels.round.window import ENDED, Paging, RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.models.gguf_forms import FORMS
@@ -459,6 +460,8 @@ def rounds() -> Launches:
             cases[f"{size}{'_kept' * keeps}"] = partial(pairs, size, keeps)
     for width in (2048, 32768):
         cases[f"lookup_{width}"] = partial(OPS.ngram_lookup, state(width), 8, 3, 8, 0, True)
+    pool = TextPool(of(I64, 131072), of(torch.int32, 32768, 8))
+    cases["pool"] = partial(OPS.pool_lookup, state(2048), pool, 8, 3, 8)
     cases["two"] = partial(OPS.committed_window, s, 2, s.active, paging, None)
     cases["many"] = partial(OPS.committed_window, s, 17, s.active, paging, slots)
     cases["draft"] = partial(OPS.draft_step, s, of(I64, 4, 1), 0, 8, paging)

@@ -46,7 +46,7 @@ SPD = [
     "--tp",
     "2",
     "--raw",
-    "--ignore-eos",
+    "--set=ignore_eos=on",
     "--threads",
     "1",
     "-n",

@@ -198,7 +198,7 @@ def test_it_says_so_and_imports_no_torch(home: Path, server: int, words: list[st
 def test_ctrl_c_ends_the_request_and_keeps_what_came(
     home: Path, server: int, words: list[str]
 ) -> None:
-    process = begin(home, "generate", "--threads", "1", "--ignore-eos", "-n", "4000", words)
+    process = begin(home, "generate", "--threads", "1", "--set=ignore_eos=on", "-n", "4000", words)
     process.stdin.write('{"prompt": "a"}')
     process.stdin.close()
     process.stdin = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -26,6 +27,7 @@ from spd.cli.terminal.streams import is_terminal
 from spd.cli.terminal.tables import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats import hub
+from spd.formats.private_texts import find_texts
 from spd.formats.stores import HUB
 from spd.runtime.plan.config import format_size
 
@@ -50,7 +52,9 @@ class PullOptions(ModelArgument, JsonOptions):
 class RemoveOptions(CommonOptions):
     """The options of `spd rm`."""
 
-    names: list[str] | None = argument("MODEL…", "org/name in the cache.", None)
+    names: list[str] | None = argument(
+        "MODEL…", "org/name in the cache, or a DIR of --lookup.", None
+    )
     model: str = same_as_argument()
     yes: bool = output_option(False, None, "Do not ask.", "-y")
     typed: frozenset[str] = frozenset()
@@ -232,15 +236,19 @@ def stored_facts(stored: StoredModel) -> StoredFacts:
 
 
 def rm(session: Session, options: RemoveOptions) -> None:
-    """Remove models from the Hugging Face cache, every revision of each, after asking.
+    """Remove models from the Hugging Face cache, every revision of each, or texts of --lookup, after asking.
 
     Examples:
       spd rm -y org/one org/two
     """
     folders: dict[str, Path] = {}
+    texts: dict[str, list[Path]] = {}
     # The model of a file of options is meant for running, not for removal.
     model = options.model if "model" in options.typed else ""
     for name in dict.fromkeys(merge_model_arguments(options.names, model)):
+        if files := find_texts(Path(name)):
+            texts[name] = files
+            continue
         _refuse_unremovable(name)
         hub.check_repository_name(name)
         folder = folders[name] = hub.cached_folder(name)
@@ -250,14 +258,19 @@ def rm(session: Session, options: RemoveOptions) -> None:
             )
     for name, folder in folders.items():
         write_stderr_line(f"{format_size(_folder_bytes(folder)):>12}  {name}")
+    for name, files in texts.items():
+        size = sum(file.lstat().st_size for file in files)
+        write_stderr_line(f"{format_size(size):>12}  {name}: texts of earlier sessions")
     if not options.yes:
         if not is_terminal(sys.stdin):
             raise UsageError(
                 "spd cannot ask: standard input is not a terminal", fix=["spd rm -y NAME"]
             )
-        if not _ask_yes(f"remove {len(folders)} from {hub.cache_folder()}?"):
+        where = f"from {hub.cache_folder()}" if folders else "folders of texts"
+        if not _ask_yes(f"remove {len(folders) + len(texts)} {where}?"):
             write_stderr_line("nothing was removed")
             return
+    _remove_texts(session, texts)
     for name, folder in folders.items():
         locks = hub.cache_folder() / ".locks" / folder.name
         try:
@@ -268,6 +281,18 @@ def rm(session: Session, options: RemoveOptions) -> None:
             message = f"cannot remove {error.filename or folder}: {error.strerror or error}"
             raise ResourceError(message, fix=["check who owns the cache"]) from None
         session.console.note(f"removed {name}")
+
+
+def _remove_texts(session: Session, texts: Mapping[str, Sequence[Path]]) -> None:
+    """Remove files of texts, by the names of their folders. Raises ResourceError."""
+    for name, files in texts.items():
+        try:
+            for file in files:
+                file.unlink()
+        except OSError as error:
+            message = f"cannot remove {error.filename}: {error.strerror}"
+            raise ResourceError(message, fix=["check who owns the folder"]) from None
+        session.console.note(f"removed the texts in {name}")
 
 
 def _refuse_unremovable(name: str) -> None:

@@ -52,8 +52,9 @@ class ServeOptions(ModelArgument, RunOptions):
     idle: float | None = _server(
         None, "TIME", "Exit after that long without requests.", parser=parse_seconds
     )
-    alias: list[str] | None = _server(None, "NAME", "Another name of the model. Repeatable.")
-    any_model: bool = _server(False, None, "Answer whatever model a request names.")
+    alias: list[str] | None = _server(
+        None, "NAME", "Another name of the model, '*' for any. Repeatable."
+    )
     status: bool = _server(False, None, "List the servers that run, and exit.")
     json: bool = _server(False, None, "With --status, as one JSON object.")
     stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
@@ -79,7 +80,6 @@ class ServeOptions(ModelArgument, RunOptions):
             api_key=self.api_key,
             idle=self.idle,
             aliases=self.alias or (),
-            any_model=self.any_model,
         )
 
 

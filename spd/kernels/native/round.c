@@ -136,3 +136,39 @@ void spd_lookup(const Round *r, long k, long ngram_min, long ngram_max, long ove
         for (long i = 0; i < k - behind; i++) out[behind + i] = best ? row[found + 1 + i % (last - found)] : 0;
     }
 }
+
+/* `TextPool`: a ring of `size` tokens, and places of ends of n-grams in `groups` buckets of `entries`. */
+typedef struct {
+    const int64_t *tokens;
+    const int32_t *buckets;
+    long size, groups, entries, factor, shift;
+} Pool;
+
+void spd_pool_lookup(const Round *r, const Pool *pool, long k, long ngram_min, long ngram_max, long behind)
+{
+    for (long s = 0; s < r->slots; s++) {
+        const int64_t *row = r->tokens + s * r->token_stride;
+        int64_t *out = r->draft + s * r->draft_stride;
+        long last = r->length[s] - 1 + behind, best = r->match[s], found = -1, count = behind;
+        if (!r->active[s] || last + 1 < ngram_min) continue;
+        if (behind && (r->match[s] || r->num_drafts[s] != behind)) continue;
+        if (best < ngram_min - 1) best = ngram_min - 1;
+        uint64_t key = 0;
+        for (long back = 0; back < ngram_min; back++) key = key * pool->factor + row[last - back];
+        const int32_t *bucket = pool->buckets + (key >> pool->shift & (pool->groups - 1)) * pool->entries;
+        for (long i = 0; i < pool->entries; i++) {
+            long place = bucket[i], size = 0;
+            if (place < 0 || pool->tokens[(place + 1) % pool->size] < 0) continue;
+            while (size < ngram_max && size <= last
+                && pool->tokens[(place - size + pool->size) % pool->size] == row[last - size]) size++;
+            if (size > best) best = size, found = place;
+        }
+        if (found < 0) continue;
+        for (; count < k; count++) {
+            int64_t id = pool->tokens[(found + 1 + count - behind) % pool->size];
+            if (id < 0) break;
+            out[count] = id;
+        }
+        r->num_drafts[s] = count, r->match[s] = behind ? -behind : best;
+    }
+}

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from spd.kernels.native.calls import allocate_rows, round_structure
+from spd.kernels.native.packed import pack_structure
 from spd.kernels.native.products import NativeProducts
+from spd.kernels.round.pool_lookup import FACTOR, SHIFT, TextPool
 from spd.kernels.round.window import Paging, RoundTensors, RoundWindow, Rows
 
 
@@ -87,3 +89,20 @@ class NativeRounds(NativeProducts):
     ) -> None:
         """Compute `Kernels.ngram_lookup` by C; bound is not used."""
         self.call("lookup", round_structure(state), k, ngram_min, ngram_max, keep_drafts, behind)
+
+    def pool_lookup(
+        self,
+        state: RoundTensors,
+        pool: TextPool,
+        k: int,
+        ngram_min: int,
+        ngram_max: int,
+        behind: int = 0,
+    ) -> None:
+        """Compute `Kernels.pool_lookup` by C."""
+        size = pool.tokens.shape[0]
+        buckets, entries = pool.buckets.shape
+        structure = pack_structure(
+            "2P5l", pool.tokens, pool.buckets, size, buckets, entries, FACTOR, SHIFT
+        )
+        self.call("pool_lookup", round_structure(state), structure, k, ngram_min, ngram_max, behind)

@@ -27,6 +27,7 @@ from spd.runtime.engine.page_table import ROOT, PageTable, SnapshotPool
 from spd.runtime.engine.request import Completion, Event, Request
 from spd.runtime.engine.scheduler import BUSY_PASSES, IDLE_PASSES, EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import FINISH_REASONS, NO_SLOT, RequestValidator, Sequence
+from spd.runtime.engine.text_memory import TextMemory
 from spd.runtime.engine.trace import RoundRecord, round_record
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import EngineConfig
@@ -78,6 +79,7 @@ class Engine(EngineClient):
             root=ROOT + shape.kv.encode(),
         )
         guide_drafts(self.round_queue, plan, self.scheduler.slots)
+        self.text_memory = TextMemory(plan, self.round_queue)
         self._ready: list[Event] = []
         """Events that the next step returns."""
         self.rounds = 0
@@ -437,14 +439,8 @@ class Engine(EngineClient):
         ):
             self.draft_length.observe(result.k, num_drafts, accepted, sequence.acceptance, match)
         if self.trace is not None:
-            record = round_record(
-                plan=self.plan,
-                sequence=sequence,
-                emission=read_emission(row),
-                result=result,
-                committed=event.token_ids,
-            )
-            self.trace(record)
+            emission = read_emission(row)
+            self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))
         if event.finish_reason is not None:
             emits_all = len(event.token_ids) == committed
             has_stopped = reason != GOING_ON or not sequence.in_flight
@@ -491,6 +487,7 @@ class Engine(EngineClient):
         judge_drafts(sequence, self.plan, self.draft_length)
         if sequence.slot != NO_SLOT:
             self._vacate(sequence, settled and event.finish_reason != "error")
+            self.text_memory.add(sequence)
         private_pages = self.scheduler.retire(sequence)
         if private_pages:
             self.round_queue.zero_pages(private_pages)

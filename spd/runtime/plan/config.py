@@ -47,6 +47,8 @@ NGRAM_MIN = 3
 """Tokens of a match from which lookup drafts where it is the only proposer."""
 LONG_MATCH = 5
 """Tokens of a match from which lookup drafts instead of a model."""
+POOL_TOKENS = 131_072
+"""Tokens of ended requests and earlier sessions that lookup drafts from, where it does."""
 VERIFY_RULES = ("coupled", "rejection", "block")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "torch", "native", "triton")
@@ -73,6 +75,10 @@ class EngineConfig:
     draft_ctx: int | None = None
     ngram_min: int | None = None
     ngram_max: int = 8
+    pool_tokens: int = 0
+    """Tokens of ended requests that lookup drafts from besides a request's own text; 0: none."""
+    lookup: Path | None = None
+    """A folder for these texts, of which earlier sessions of the model are read."""
     verify: str = "coupled"
     synthetic_acceptance: float | None = None
     lag: int | None = None
@@ -126,6 +132,7 @@ class EngineConfig:
             ("--draft-ctx", self.draft_ctx, 1, 2**24),
             ("--ngram-min", self.ngram_min, 1, 64),
             ("--ngram-max", self.ngram_max, 1, 64),
+            ("pool_tokens", self.pool_tokens, 0, 2**24),
             ("--lag", self.lag, 0, 2),
             ("--ctx", self.ctx, 2, 2**24),
             ("--memory-fraction", self.memory_fraction, 0.01, 1.0),
@@ -199,6 +206,11 @@ CLASHES = (
         ),
         "--draft-max, --adaptive and --synthetic-acceptance are about drafts, and --spec off asks for none",
         LEAVE_ONE_OUT,
+    ),
+    Clash(
+        lambda c: c.lookup is not None and c.method != "ngram" and not split_spec(c.spec)[1],
+        "--lookup is about what lookup drafts from, and --spec asks for no lookup",
+        ["--spec auto+ngram", "leave --lookup out"],
     ),
     Clash(
         lambda c: (NGRAM_MIN if c.ngram_min is None else c.ngram_min) > c.ngram_max,

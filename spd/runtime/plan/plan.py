@@ -22,7 +22,14 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import WIDE, WeightForm
-from spd.runtime.plan.config import LONG_MATCH, METHODS, NGRAM_MIN, EngineConfig, split_spec
+from spd.runtime.plan.config import (
+    LONG_MATCH,
+    METHODS,
+    NGRAM_MIN,
+    POOL_TOKENS,
+    EngineConfig,
+    split_spec,
+)
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import (
     check_activations,
@@ -102,6 +109,14 @@ class EnginePlan:
         return self.shape.draft_max if self.shape.draft_max > self.shape.model_drafts else 0
 
     @property
+    def pool_tokens(self) -> int:
+        """Return the tokens of other texts that lookup drafts from; 0 where it does not."""
+        method, beside_model = split_spec(self.spec)
+        if method != "ngram" and not beside_model:
+            return 0
+        return self.config.pool_tokens or (POOL_TOKENS if self.config.lookup is not None else 0)
+
+    @property
     def shares_prefixes(self) -> bool:
         """True if a request may begin with another's pages; states need snapshots."""
         recurrent = _any_recurrent(self.shape.target, self.shape.draft)
@@ -148,6 +163,7 @@ class EnginePlan:
             **{name: getattr(shape, name) for name in FROM_SHAPE},
             **{name: value for name, value in vars(self).items() if name not in nested},
             "can_round_activations": self.can_round_activations,
+            "pool_tokens": self.pool_tokens,
             "prefix_sharing": self.shares_prefixes,
             "checkpoint_bytes": shape.snapshots and shape.snapshots * snapshot_nbytes(shape),
             "page_size": PAGE_SIZE,

@@ -11,7 +11,7 @@ from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
-from spd.runtime.proposers.ngram import NgramLookup
+from spd.runtime.proposers.ngram import LookupPool, NgramLookup
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.proposer import Lookup, Proposer
 from spd.runtime.round.sampler import Sampler
@@ -42,10 +42,12 @@ def build_lookup(plan: EnginePlan, sampler: Sampler) -> Lookup | None:
     method, beside_model = split_spec(plan.spec)
     if method != "ngram" and not beside_model:
         return None
+    size = plan.pool_tokens
     return NgramLookup(
         kernels=sampler.kernels,
         shortest=plan.ngram_min,
         longest=plan.config.ngram_max,
         max_model_drafts=plan.shape.model_drafts if beside_model else 0,
         may_draft_more=plan.copy_draft_max > 0,
+        pool=LookupPool(size, plan.ngram_min, plan.device) if size else None,
     )

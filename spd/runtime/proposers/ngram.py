@@ -1,8 +1,8 @@
 """Prompt lookup: the drafts are the tokens after the longest earlier occurrence of the current
-suffix.
+suffix, in the slot's own text or in a pool of others.
 
 It is a fixed-shape program over committed tokens and drafts, so it is the same eager and captured.
-Of equally long matches the most recent is used.
+Of equally long matches the most recent of the slot's own text is used.
 """
 
 from __future__ import annotations
@@ -10,9 +10,66 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from spd.kernels.interface import Kernels
+from spd.kernels.round.pool_lookup import TextPool, bucket_numbers
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.state import RoundState
+from spd.runtime.round.transfer import to_device
+
+ENTRIES = 8
+"""Ends of n-grams in a bucket, of which the oldest gives way to a new one."""
+TOKENS_A_BUCKET = 4
+"""Tokens of a pool for each of its buckets, at most."""
+
+
+class LookupPool:
+    """Texts of ended requests and earlier sessions that lookup drafts from, the latest `size` tokens.
+
+    An index by n-grams grows with it, so that a round reads one bucket of it, however large it is.
+    All of it lies on the device, and is written between rounds.
+    """
+
+    def __init__(self, size: int, ngram: int, device: str) -> None:
+        """size: tokens that are kept. ngram: tokens of the shortest match."""
+        buckets = 1 << max(0, (size // TOKENS_A_BUCKET - 1).bit_length())
+        self.device = device
+        self.ngram = ngram
+        self._buckets = torch.full((buckets + 1, ENTRIES), -1, dtype=torch.int32, device=device)
+        """The buckets, and one that is never read: it takes what is not entered."""
+        self.texts = TextPool(
+            torch.full((size,), -1, dtype=torch.long, device=device), self._buckets[:-1]
+        )
+        self._counts = torch.zeros(buckets, dtype=torch.long, device=device)
+        """Entries that each bucket has had so far."""
+        self._end = 0
+        """Where the next text begins."""
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Append a text, or the end of one that is as long as the pool, in place of the oldest."""
+        tokens = self.texts.tokens
+        size = tokens.shape[0]
+        text = to_device([*ids[max(0, len(ids) - size + 1) :], -1], torch.long, self.device)
+        places = (self._end + torch.arange(len(text), device=self.device)) % size
+        tokens[places] = text
+        self._end = (self._end + len(text)) % size
+        if len(text) > self.ngram:
+            ngrams = text[:-1].unfold(0, self.ngram, 1).flip(-1)
+            self._index(ngrams, places[self.ngram - 1 : -1])
+
+    def _index(self, ngrams: torch.Tensor, ends: torch.Tensor) -> None:
+        """Enter n-grams int64 [N, n], the latest token first, which end at these places."""
+        last = len(self._counts)
+        numbers = bucket_numbers(ngrams, last)
+        ordered, order = numbers.sort(stable=True)
+        first = torch.searchsorted(ordered, ordered)
+        behind = torch.searchsorted(ordered, ordered, right=True)
+        turns = torch.arange(len(ordered), device=self.device)
+        entries = (self._counts[ordered] + turns - first) % ENTRIES
+        is_kept = turns >= behind - ENTRIES  # the others would be overwritten at once
+        self._buckets[torch.where(is_kept, ordered, last), entries] = ends[order].int()
+        self._counts.index_add_(0, numbers, torch.ones_like(numbers))
 
 
 class NgramLookup(NamedTuple):
@@ -29,6 +86,13 @@ class NgramLookup(NamedTuple):
     """Drafts of a model in a round at most; in rounds with more lookup drafts alone."""
     may_draft_more: bool = False
     """True if it may draft more than the model: it then searches in all rounds."""
+    pool: LookupPool | None = None
+    """Other texts, of which a longer match than that of the slot's own text is used."""
+
+    def remember(self, ids: Sequence[int]) -> None:
+        """Add a text to the pool, if there is one."""
+        if self.pool is not None:
+            self.pool.add(ids)
 
     def draft(
         self, state: RoundState, k: int, model_drafts: int, views: Sequence[SlotView]
@@ -45,7 +109,7 @@ class NgramLookup(NamedTuple):
     def _search(
         self, state: RoundState, k: int, bound: int, *, keep: bool, behind: int = 0
     ) -> None:
-        """Run one search; see `Kernels.ngram_lookup`."""
+        """Run one search; see `Kernels.ngram_lookup` and `Kernels.pool_lookup`."""
         self.kernels.ngram_lookup(
             state=state,
             k=k,
@@ -55,3 +119,12 @@ class NgramLookup(NamedTuple):
             keep_drafts=keep,
             behind=behind,
         )
+        if self.pool is not None:
+            self.kernels.pool_lookup(
+                state=state,
+                pool=self.pool.texts,
+                k=k,
+                ngram_min=self.shortest,
+                ngram_max=self.longest,
+                behind=behind,
+            )

@@ -331,6 +331,9 @@ class LeadingQueue:
     def zero_pages(self, pages: list[int]) -> None:
         self._order_if_running(self.queue.zero_pages, pages)
 
+    def remember(self, ids: list[int]) -> None:
+        self._order_if_running(self.queue.remember, ids)
+
     def write(
         self,
         slot: int,

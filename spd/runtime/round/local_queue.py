@@ -264,6 +264,11 @@ class LocalRoundQueue:
         if self.proposer is not None:
             self.proposer.zero_pages(pages)
 
+    def remember(self, ids: list[int]) -> None:
+        """Add a text to those that lookup drafts from, where it keeps any."""
+        if self.round.lookup is not None:
+            self.round.lookup.remember(ids)
+
     # -- prompts ---------------------------------------------------------------------------------
 
     def write(

@@ -33,6 +33,10 @@ class Lookup(Protocol):
         """Draft up to k tokens a slot, where a model has drafted `model_drafts`."""
         ...
 
+    def remember(self, ids: Sequence[int]) -> None:
+        """Add a text that later rounds may draft from, where it keeps any."""
+        ...
+
 
 class Proposer:
     """Writes `state.draft[:, :k]` and `state.num_drafts`; every draft is verified.

@@ -135,6 +135,10 @@ class RoundQueue(Protocol):
         """Zero pages that may hold values that are not finite."""
         ...
 
+    def remember(self, ids: list[int]) -> None:
+        """Add a text to those that lookup drafts from, where it keeps any."""
+        ...
+
     def write(
         self,
         slot: int,

@@ -1,0 +1,47 @@
+"""The texts of ended requests, which lookup drafts from later, and those of earlier sessions.
+
+So a turn that a client has cut out of its chat, a file or a tool's result is drafted from once
+more. No torch here.
+"""
+
+from __future__ import annotations
+
+from spd.errors import IncompatibleError, SpdError
+from spd.formats.private_texts import PrivateTexts
+from spd.runtime.engine.sequence import Sequence
+from spd.runtime.plan.plan import EnginePlan
+from spd.runtime.round.round_queue import RoundQueue
+
+
+class TextMemory:
+    """Hands texts to lookup, and to a file where the config names a folder.
+
+    Raises UsageError and ResourceError for a folder that is not private.
+    """
+
+    def __init__(self, plan: EnginePlan, queue: RoundQueue) -> None:
+        self._queue = queue
+        self._limit = plan.pool_tokens
+        self._overlap = plan.config.ngram_max
+        self._file: PrivateTexts | None = None
+        folder = plan.config.lookup
+        if folder is not None and self._limit:
+            tokenizer = plan.model.tokenizer
+            if tokenizer is None:
+                raise IncompatibleError("--lookup needs a tokenizer, and the model has none")
+            self._file = PrivateTexts(folder, tokenizer.fingerprint, self._limit)
+            for text in self._file.read():
+                queue.remember(text)
+
+    def add(self, sequence: Sequence) -> None:
+        """Add the text of a sequence that ends, without what the cache had of earlier ones."""
+        if not self._limit:
+            return
+        start = max(0, sequence.metrics.cached_tokens - self._overlap)
+        text = sequence.tokens()[start:][-self._limit :]
+        self._queue.remember(text)
+        if self._file is not None:
+            try:
+                self._file.add(text)
+            except SpdError:  # a full disk, say: the reply goes on, and no more is kept
+                self._file = None
