@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from spd.kernels.round import pool_lookup as torch_form
 from spd.runtime.proposers.ngram import LookupPool
 from tests.kernels.forms import form_of, needs_compiled, round_state
 
@@ -131,22 +132,46 @@ def test_forms_agree_where_many_places_match(device: str, request: pytest.Fixtur
     assert sum(results[0][1]) > 0
 
 
+def search(op: Any, device: str, pool: LookupPool, suffix: Sequence[int], match: int = 0) -> Any:
+    """Return the drafts behind one text, and the match; `match` is that of the slot's own text."""
+    state = round_state(
+        tokens=torch.tensor([[*suffix, 0, 0, 0]], device=device),
+        length=torch.tensor([len(suffix)], device=device),
+        active=torch.ones(1, dtype=torch.bool, device=device),
+        draft=torch.full((1, WIDE), THERE, device=device),
+        num_drafts=torch.zeros(1, dtype=torch.long, device=device),
+        match=torch.tensor([match], device=device),
+    )
+    op.pool_lookup(state, pool.texts, WIDE, SHORTEST, LONGEST)
+    return state.draft[0, : int(state.num_drafts[0])].tolist(), int(state.match[0])
+
+
+def test_a_longer_match_of_the_own_text_stays(op: Any, device: str) -> None:
+    pool = LookupPool(POOL_TOKENS, SHORTEST, device)
+    pool.add([9, 1, 2, 3, 4, 5, 6, 7])
+    assert search(op, device, pool, (8, 1, 2, 3, 4, 5), match=5) == ([], 5)
+    assert search(op, device, pool, (8, 1, 2, 3, 4, 5), match=4) == ([6, 7], 5)
+
+
+def test_of_an_n_gram_that_occurs_often_the_latest_places_are_kept(op: Any, device: str) -> None:
+    """Eight of twelve, in one text or in several; the others match by the n-gram alone."""
+    pieces = [[100 + number, 1, 2, 3, 50 + number] for number in range(12)]
+    for texts in ([sum(pieces, [])], pieces):
+        pool = LookupPool(POOL_TOKENS, SHORTEST, device)
+        for text in texts:
+            pool.add(text)
+        sizes = [search(op, device, pool, (100 + number, 1, 2, 3))[1] for number in range(12)]
+        assert sizes == [3] * 4 + [4] * 8
+        drafts, _ = search(op, device, pool, (111, 1, 2, 3))
+        assert drafts == [61]
+
+
 def test_a_pool_keeps_the_latest_texts(device: str) -> None:
     """Old texts give way, a text longer than the pool is cut at its beginning, an n-gram needs n tokens."""
     pool = LookupPool(20, SHORTEST, device)
 
-    def drafts_after(*suffix: int) -> list[int]:
-        state = round_state(
-            tokens=torch.tensor([[*suffix, 0, 0, 0]], device=device),
-            length=torch.tensor([len(suffix)], device=device),
-            active=torch.ones(1, dtype=torch.bool, device=device),
-            draft=torch.full((1, WIDE), THERE, device=device),
-            num_drafts=torch.zeros(1, dtype=torch.long, device=device),
-            match=torch.zeros(1, dtype=torch.long, device=device),
-        )
-        form = __import__("spd.kernels.round.pool_lookup", fromlist=["pool_lookup"])
-        form.pool_lookup(state, pool.texts, WIDE, SHORTEST, LONGEST)
-        return state.draft[0, : int(state.num_drafts[0])].tolist()
+    def drafts_after(*suffix: int) -> Any:
+        return search(torch_form, device, pool, suffix)[0]
 
     pool.add([])
     pool.add([1, 2])

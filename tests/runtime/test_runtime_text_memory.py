@@ -11,7 +11,7 @@ import pytest
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.formats.private_texts import find_texts
-from spd.runtime import Engine, EngineConfig, Request, SamplingParams
+from spd.runtime import Engine, Request, SamplingParams
 from tests.helpers import (
     Run,
     assert_same_runs,
@@ -100,12 +100,6 @@ def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o755)
     with pytest.raises(UsageError, match="others may read it"):
         make_fast_engine(demo_folder(), spec="ngram", lookup=folder)
-
-
-@pytest.mark.parametrize("spec", ["off", "mtp", "auto"])
-def test_a_folder_without_lookup_is_refused(spec: str) -> None:
-    with pytest.raises(UsageError, match="--spec asks for no lookup"):
-        EngineConfig(model=demo_folder(), spec=spec, lookup=Path("texts"))
 
 
 def test_nothing_is_kept_unless_it_is_asked_for(tiny: Callable[..., Path]) -> None:
