@@ -156,7 +156,7 @@ def test_a_longer_match_of_the_own_text_stays(op: Any, device: str) -> None:
 def test_of_an_n_gram_that_occurs_often_the_latest_places_are_kept(op: Any, device: str) -> None:
     """Eight of twelve, in one text or in several; the others match by the n-gram alone."""
     pieces = [[100 + number, 1, 2, 3, 50 + number] for number in range(12)]
-    for texts in ([sum(pieces, [])], pieces):
+    for texts in ([[token for piece in pieces for token in piece]], pieces):
         pool = LookupPool(POOL_TOKENS, SHORTEST, device)
         for text in texts:
             pool.add(text)
