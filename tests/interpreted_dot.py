@@ -37,6 +37,7 @@ def install() -> None:
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     _hurry(interpreter)
+    _hurry_operations(interpreter)
 
 
 def _hurry(interpreter: Any) -> None:
@@ -89,3 +90,57 @@ def _hurry(interpreter: Any) -> None:
     core.tensor.__init__ = tensor_of_known
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _hurry_operations(interpreter: Any) -> None:
+    """Skip checks of operands that need none, and make each constant of a shape once."""
+    core = interpreter.tl.core
+    meaning = interpreter.interpreter_semantic
+    check = type(meaning).binary_op_type_checking_impl
+    constants = dict[Any, Any]()
+
+    def constant_like(tensor: Any, value: Any) -> Any:
+        """Return a number as a tensor like another one; None where their types would be promoted."""
+        number = tensor.dtype
+        same = number.is_fp32() or (number.is_int_signed() and not number.is_bool())
+        if (
+            not same
+            or type(value) not in (int, float)
+            or (number.is_int() and type(value) is float)
+        ):
+            return None
+        key = tensor.type.name, type(value), value, str(value)
+        if key not in constants:
+            _, constants[key] = check(meaning, tensor, value)
+            constants[
+                key
+            ].handle.data.flags.writeable = False  # An operation that wrote would fail.
+        return constants[key]
+
+    def check_operands(self: Any, lhs: Any, rhs: Any, *args: Any, **flags: Any) -> tuple[Any, Any]:
+        """Return the operands of an operation in one type and shape."""
+        if type(lhs) is core.tensor:
+            if type(rhs) is core.tensor:
+                number = lhs.dtype
+                if lhs.type.name == rhs.type.name and (number.is_fp32() or number.is_int()):
+                    return lhs, rhs
+            elif (constant := constant_like(lhs, rhs)) is not None:
+                return lhs, constant
+        elif type(rhs) is core.tensor and (constant := constant_like(rhs, lhs)) is not None:
+            return constant, rhs
+        return check(self, lhs, rhs, *args, **flags)
+
+    def bind(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        """Replace a function of the language by itself for the interpreter, without its checks."""
+        checks = getattr(member, "__code__", None) is core.builtin(bind).__code__
+        function = member.__wrapped__ if checks else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = meaning
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    type(meaning).binary_op_type_checking_impl = check_operands
+    interpreter._patch_attr = bind
+    interpreter.TensorHandle.__post_init__ = lambda handle: None

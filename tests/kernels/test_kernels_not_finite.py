@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
 from spd.kernels.attention.rotary_store import RotatedRows
-from tests.kernels.forms import Form, normal
+from tests.kernels.forms import Form, normal, parametrize_forms
 
 ROWS = 41
 WINDOW = 4
@@ -85,7 +85,11 @@ def attended(form: Form, kind: str, side: str, bad: float | None) -> list[Tensor
     return [window, ops.paged_attention(query[None], pools, prompt, scores)[0]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    parametrize_forms([(kind,) for kind in KINDS], (0, 3)),
+    indirect=["form"],
+)
 def test_rows_do_not_meet_what_they_do_not_see(form: Form, kind: str) -> None:
     both = attended(form, kind, "value", None)
     assert all(clean.isfinite().all() for clean in both)

@@ -97,8 +97,16 @@ FEW_CASES = [*EVERY_CASE[:24:4], *EVERY_CASE[24::5]]
 """Of plain weights every second shape and every config; of each kind of eight bits two shapes."""
 CASES = [pytest.param(*case, slice(None), marks=pytest.mark.slow) for case in EVERY_CASE]
 CASES += [pytest.param(*case, slice(i % 2, i % 2 + 1)) for i, case in enumerate(FEW_CASES)]
+IN_LANE = ("Q8_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS")
+"""Types of blocks of the default lane: of each kind of codes and of scales one."""
+SLOW_TYPES = gguf_forms.FORMS.keys() - {*IN_LANE}
 CASES += [
-    pytest.param(case, (SPLIT, None)[i % 2], slice(None))
+    pytest.param(
+        case,
+        (SPLIT, None)[i % 2],
+        slice(None),
+        marks=pytest.mark.slow if case[0] in SLOW_TYPES else (),
+    )
     for i, case in enumerate([*CODED, *BLOCKS])
 ]
 
@@ -318,7 +326,13 @@ def operations(o: Operands, rows: int) -> dict[str, Callable[[Tensor, Tensor], t
 
 @pytest.mark.covers(1)
 @FORMS
-@pytest.mark.parametrize("kind", ["plain", "int8", "e2m1 32", "int4 64", *gguf_forms.FORMS])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_TYPES else ())
+        for kind in ["plain", "int8", "e2m1 32", "int4 64", *gguf_forms.FORMS]
+    ],
+)
 def test_a_rows_bits_do_not_depend_on_its_place_and_neighbours(
     kind: str,
     config: LinearConfig,

@@ -38,9 +38,16 @@ def both(pair: Pair, dtype: str, **options: Any) -> tuple[Engine, Engine]:
     )
 
 
+FAMILIES = [
+    pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.slow)
+    for i, name in enumerate(OF_FAMILIES)
+]
+"""The default lane has every third one: they run the operations that all have in other orders."""
+
+
 @pytest.mark.covers(1)
 @pytest.mark.parametrize(
-    "name", [*METHODS, *MTP_HEADS, *EAGLE3_HEADS, *BLOCK_DRAFTERS, *RECURRENT, *OF_FAMILIES]
+    "name", [*METHODS, *MTP_HEADS, *EAGLE3_HEADS, *BLOCK_DRAFTERS, *RECURRENT, *FAMILIES]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_s_rounds_can_be_recorded(pairs: Pairs, name: str, dtype: str) -> None:

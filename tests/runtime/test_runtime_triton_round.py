@@ -258,7 +258,17 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     ),
     "an assistant": (make_assisted, 34, 4),
     **{
-        name: (partial(make_dense, family=name, layers=4, vocab=97, tokenizer=False), 34, 3)
+        name: (
+            partial(
+                make_dense,
+                family=name,
+                layers=2 if name == "gpt_oss" else 4,
+                vocab=97,
+                tokenizer=False,
+            ),
+            34,
+            3,
+        )
         for name in NEWER
     },
 }
@@ -327,7 +337,7 @@ def test_an_eagle3_head_drafts_the_same_by_both_forms(
 @pytest.mark.parametrize(
     "options",
     [
-        {"is_causal": False},
+        pytest.param({"is_causal": False}, marks=SLOW),
         {"dialect": "speculators", "markov": "rnn", "markov_rank": 16, "draft_vocab": 48},
         {"selector_top_k": 4, "selector_rank": 16},
     ],
