@@ -83,7 +83,7 @@ def test_a_rounds_slots_weigh_together() -> None:
 def test_a_few_bad_rounds_are_drafted_through() -> None:
     """After plain rounds the drafter has to catch up, so they are run only after some patience."""
     length = DraftLength(4, adaptive=True)
-    length.times_by_load[1, 0] = length.times
+    length.times_by_load[1, False, 0] = length.times
     length.times.has_started = True
     for _ in range(MIN_SAMPLES):
         for k in (0, 2):
@@ -131,7 +131,7 @@ def test_each_requests_own_acceptance_weighs() -> None:
             accepted = next((i for i in range(maximum) if source.random() >= rate), maximum)
             length.observe(maximum, maximum, accepted, acceptance)
     assert good.rate(0.5) > 0.9 and bad.rate(0.5) < 0.3
-    length.times_by_load[1, 0] = length.times_by_load[2, 0]  # the same costs
+    length.times_by_load[1, False, 0] = length.times_by_load[2, False, 0]  # the same costs
     length.times.has_started = True
     for acceptance, low, high in ((good, 6, 6), (bad, 0, 1)):
         length.set_requests([(acceptance, 6)])
@@ -167,6 +167,22 @@ def test_each_context_length_has_its_own_costs() -> None:
     assert max(play_at(length, LONG, 0.05, 4)) == 0
 
 
+def test_masks_of_rows_count_where_a_request_has_a_grammar() -> None:
+    """Drafts that pay without the host's masks do not where each row's mask takes as long as a round."""
+    length = DraftLength(4, adaptive=True)
+    chosen: dict[bool, list[int]] = {}
+    for is_constrained in (False, True, False, True):
+        length.set_requests([(Acceptance(), 4)], is_constrained=is_constrained)
+        chosen[is_constrained] = []
+        for _ in range(100):
+            chosen[is_constrained].append(k := length.choose())
+            mask_seconds = 0.010 * (k + 1) if is_constrained else 0.0
+            length.observe_cost(k, 0.010, 0.0002 * k, k, gap=mask_seconds)
+            length.observe(k, k, round(0.5 * k))
+    assert min(chosen[False][-20:]) >= 2
+    assert chosen[True][-20:].count(0) >= 16, "all but probes"
+
+
 def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_nearest() -> None:
     length = DraftLength(6, adaptive=True)
     length.set_requests([(Acceptance(), 6)])
@@ -198,8 +214,8 @@ def test_the_engine_tells_how_long_contexts_are(monkeypatch: Patch) -> None:
         engine = make_engine(demo_folder(), spec="mtp", adaptive=True, lag=lag)
         assert_same_runs(run_all(engine, prompts, params), plain)
     assert {key for key, times in engine.draft_length.times_by_load.items() if times.verify} == {
-        (1, 0),
-        (1, 1),
+        (1, False, 0),
+        (1, False, 1),
     }
 
 

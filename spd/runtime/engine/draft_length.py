@@ -133,8 +133,11 @@ class RoundTimes:
     """Times of verification, by k."""
     draft: dict[int, deque[float]] = field(default_factory=_new_samples)
     """Times of drafting, by the number of draft forwards."""
-    gaps: deque[float] = field(default_factory=lambda: deque([0.0], MAX_SAMPLES))
-    """Times between rounds. The least is what the host takes whatever k is, when it writes no prompt."""
+    gaps: dict[int, deque[float]] = field(default_factory=_new_samples)
+    """Times before rounds. The least is what the host takes when it writes no prompt: whatever k is, as
+    the time at 0, or by k where it computes a mask for each row."""
+    is_constrained: bool = False
+    """True if a request of the load has a grammar."""
     drafts_at_once: bool = False
     """True if one draft forward makes all drafts of a round."""
     similar: RoundTimes | None = None
@@ -157,12 +160,15 @@ class RoundTimes:
 
         rows: the drafts that are verified, where lookup continues those of a model; 0: k.
         """
-        overhead = max(min(self.gaps), 1e-9)  # a clock may return zero
+        host = {k: max(min(gaps), 1e-9) for k, gaps in self.gaps.items()}  # a clock may return zero
+        host = host or {0: 1e-9}
         verify = self.verify_times() or {0: 1.0}
         draft = {0: 0.0, **self.draft_times()}
         forwards = {k: min(k, 1) if self.drafts_at_once else k for k in ks}
         return {
-            k: overhead + _interpolate(rows or k, verify) + _interpolate(count, draft)
+            k: _interpolate(rows or k, host)
+            + _interpolate(rows or k, verify)
+            + _interpolate(count, draft)
             for k, count in forwards.items()
         }
 
@@ -217,16 +223,25 @@ class DraftLength:
     """Times of rounds with about as many requests as take part now."""
     context_class: int = 0
     """The `context_class` of the positions of the requests' contexts."""
-    times_by_load: dict[tuple[int, int], RoundTimes] = field(default_factory=dict)
-    """The times by the bit length of the number of requests and by the class of their contexts."""
+    is_constrained: bool = False
+    """True if one of the requests has a grammar."""
+    times_by_load: dict[tuple[int, bool, int], RoundTimes] = field(default_factory=dict)
+    """The times by the bit length of the number of requests, by whether one of them has a grammar, and by
+    the class of their contexts."""
 
     def __post_init__(self) -> None:
         self.tiers = self.tiers or tuple(range(self.maximum + 1))
         self.times.drafts_at_once = self.drafts_at_once
 
-    def set_requests(self, requests: Sequence[tuple[Acceptance, int]]) -> None:
-        """Set the requests that take part from now on, and how many drafts each takes at most."""
+    def set_requests(
+        self, requests: Sequence[tuple[Acceptance, int]], *, is_constrained: bool = False
+    ) -> None:
+        """Set the requests that take part from now on, and how many drafts each takes at most.
+
+        is_constrained: True if one of them has a grammar.
+        """
         self.requests = requests
+        self.is_constrained = is_constrained
         self._find_times()
 
     def set_positions(self, positions: int) -> None:
@@ -242,11 +257,13 @@ class DraftLength:
         are measured, plain ones at once: verification and drafting grow differently with a context.
         """
         load = len(self.requests).bit_length()
-        key = (load, self.context_class)
+        key = (load, self.is_constrained, self.context_class)
         if key not in self.times_by_load:
-            similar_keys = [other for other in self.times_by_load if other[0] == load]
-            nearest = min(similar_keys, key=lambda other: abs(other[1] - key[1]), default=None)
-            times = RoundTimes(drafts_at_once=self.drafts_at_once)
+            similar_keys = [other for other in self.times_by_load if other[:2] == key[:2]]
+            nearest = min(similar_keys, key=lambda other: abs(other[2] - key[2]), default=None)
+            times = RoundTimes(
+                is_constrained=self.is_constrained, drafts_at_once=self.drafts_at_once
+            )
             if nearest is not None and self.times_by_load[nearest].verify:
                 times.similar = self.times_by_load[nearest]
                 times.has_started = True
@@ -368,7 +385,7 @@ class DraftLength:
         """
         if 0 < k <= self.maximum:
             self.overall.add(0.0, 0.0, DECAY)
-        self.times.gaps.append(gap)
+        self.times.gaps[k if self.times.is_constrained else 0].append(gap)
         self.times.verify[k].append(verify_seconds)
         self.times.draft[forwards].append(draft_seconds)
 

@@ -360,7 +360,8 @@ class Engine(EngineClient):
         self._needs = reduce(or_, (sequence.needs for sequence in batch), SamplingSteps())
         logprobs = [sequence.request.params.logprobs for sequence in batch]
         self._num_logprobs = max((count for count in logprobs if count is not None), default=None)
-        self.draft_length.set_requests([(s.acceptance, s.draft_cap) for s in batch])
+        requests = [(sequence.acceptance, sequence.draft_cap) for sequence in batch]
+        self.draft_length.set_requests(requests, is_constrained=self._needs.grammar)
 
     def _enqueue(self) -> bool:
         """Enqueue a round of all decoding sequences; False if each may be at its limit already."""
