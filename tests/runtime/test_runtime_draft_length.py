@@ -183,6 +183,21 @@ def test_masks_of_rows_count_where_a_request_has_a_grammar() -> None:
     assert chosen[True][-20:].count(0) >= 16, "all but probes"
 
 
+def test_a_plain_round_before_masked_drafts_says_nothing_of_plain_rounds() -> None:
+    """Rounds with masked drafts behind them are not recorded: they take three times as long here."""
+    length = DraftLength(4, adaptive=True)
+    ks = [0]
+    for _ in range(6):  # requests, each of which begins with a plain round
+        length.set_requests([(Acceptance(), 4)], is_constrained=True)
+        for number in range(50):
+            k = ks[-1] if number else 0
+            ks.append(next_k := length.choose())
+            verify_seconds = 0.030 if next_k else 0.010
+            length.observe_cost(k, verify_seconds, 0.001 * next_k, next_k)
+            length.observe(k, k, min(k, 1))
+    assert ks[-50:].count(0) >= 40, "all but probes"
+
+
 def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_nearest() -> None:
     length = DraftLength(6, adaptive=True)
     length.set_requests([(Acceptance(), 6)])

@@ -160,21 +160,26 @@ class RoundTimes:
 
         rows: the drafts that are verified, where lookup continues those of a model; 0: k.
         """
-        host = {k: max(min(gaps), 1e-9) for k, gaps in self.gaps.items()}  # a clock may return zero
-        host = host or {0: 1e-9}
+        host = {k: min(gaps) for k, gaps in self.gaps.items()} or {0: 0.0}
         verify = self.verify_times() or {0: 1.0}
         draft = {0: 0.0, **self.draft_times()}
         forwards = {k: min(k, 1) if self.drafts_at_once else k for k in ks}
         return {
-            k: _interpolate(rows or k, host)
+            k: max(_interpolate(rows or k, host), 1e-9)  # a clock may return zero
             + _interpolate(rows or k, verify)
             + _interpolate(count, draft)
             for k, count in forwards.items()
         }
 
     def verify_times(self) -> dict[int, float]:
-        """Return the seconds of verification by k, measured or by a similar load's proportions."""
+        """Return the seconds of verification by k, measured or by a similar load's proportions.
+
+        With a grammar the least of them: plain rounds are few there, and of these only the later ones are
+        recorded.
+        """
         similar = self.similar.verify_times() if self.similar else {}
+        if self.is_constrained:
+            return _complete({k: min(samples) for k, samples in self.verify.items()}, similar)
         return _complete(medians(self.verify), similar)
 
     def draft_times(self) -> dict[int, float]:
@@ -285,6 +290,8 @@ class DraftLength:
             times.trials.extend(
                 [self.maximum] * WARM_UP_ROUNDS if is_first_load else [self._probe_k] * MIN_SAMPLES
             )
+            if times.is_constrained:  # a plain round counts behind a plain one only
+                times.trials.extend([0] * (1 + MIN_SAMPLES))
         if not times.trials:
             speeds = self._tokens_per_second(maximum)
             best = max(speeds, key=speeds.__getitem__)
@@ -386,8 +393,12 @@ class DraftLength:
         if 0 < k <= self.maximum:
             self.overall.add(0.0, 0.0, DECAY)
         self.times.gaps[k if self.times.is_constrained else 0].append(gap)
-        self.times.verify[k].append(verify_seconds)
         self.times.draft[forwards].append(draft_seconds)
+        # Where masks are written between draft forwards a round is not recorded, and takes longer: what k
+        # costs is told by rounds that draft as the next ones at this k will.
+        is_guided = self.times.is_constrained and any(self.times.draft)
+        if not is_guided or k > self.maximum or bool(k) == bool(forwards):
+            self.times.verify[k].append(verify_seconds)
 
     def observe(
         self,
