@@ -198,6 +198,15 @@ def test_a_plain_round_before_masked_drafts_says_nothing_of_plain_rounds() -> No
     assert ks[-50:].count(0) >= 40, "all but probes"
 
 
+@pytest.mark.parametrize(("cap", "k"), [(8, 8), (3, 3)])
+def test_a_load_with_a_grammar_times_lookup_alone_and_plain_rounds(cap: int, k: int) -> None:
+    length = DraftLength(3, adaptive=True, lookup_k=8)
+    length.set_requests([(Acceptance(), cap)], is_constrained=True)
+    timed = 1 + MIN_SAMPLES
+    chosen = [length.choose() for _ in range(rules.WARM_UP_ROUNDS + 2 * timed)]
+    assert chosen == [3] * rules.WARM_UP_ROUNDS + [k] * timed + [0] * timed
+
+
 def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_nearest() -> None:
     length = DraftLength(6, adaptive=True)
     length.set_requests([(Acceptance(), 6)])

@@ -290,7 +290,8 @@ class DraftLength:
             times.trials.extend(
                 [self.maximum] * WARM_UP_ROUNDS if is_first_load else [self._probe_k] * MIN_SAMPLES
             )
-            if times.is_constrained:  # a plain round counts behind a plain one only
+            if times.is_constrained:  # what is recorded is timed, too: lookup alone, and nothing
+                times.trials.extend([self.lookup_k] * (1 + MIN_SAMPLES if self.lookup_k else 0))
                 times.trials.extend([0] * (1 + MIN_SAMPLES))
         if not times.trials:
             speeds = self._tokens_per_second(maximum)
@@ -301,7 +302,8 @@ class DraftLength:
             self._schedule_trials(best, list(speeds))
             if not times.trials:
                 return self._choose_lookup(speeds[best]) or best if self.lookup_k else best
-        return min(times.trials.popleft(), maximum)
+        k = times.trials.popleft()
+        return k if k == self.lookup_k and cap > self.maximum else min(k, maximum)
 
     def _tokens_per_second(self, maximum: int) -> dict[int, float]:
         """Return the expected tokens per second of a round at each k up to `maximum`."""
