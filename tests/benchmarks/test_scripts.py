@@ -18,6 +18,8 @@ from benchmarks.freeze import __main__ as freeze
 from benchmarks.freeze.cells import Run
 from spd.cli.commands.serve import ServeOptions
 from spd.cli.options import GenerateOptions
+from spd.formats.demo import demo_folder
+from spd.formats.folder import ModelFolder
 from spd.kernels.capabilities import CAPABILITIES
 from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.round.limits import PAGE_SIZE
@@ -221,3 +223,18 @@ def test_a_rounded_cache_is_compared_token_by_token() -> None:
     rounded = rounded_cache.Scores([-1.5, -2.5, -3.5], [4, 5, 7])
     assert rounded_cache.compare(reference, rounded)["ratio"] == pytest.approx(math.exp(0.5))
     assert rounded_cache.compare(reference, rounded)["likeliest_changed"] == pytest.approx(1 / 3)
+
+
+def test_acceptance_is_measured_on_a_forced_text() -> None:
+    """The target as its own drafter would have all drafts accepted on its own text, not on this."""
+    options = {"spec": "mtp", "draft_model": None}
+    result = rounded_cache.measure_acceptance("demo", 160, 300, "float32", **options)
+    assert result["drafts"] >= 300
+    assert 0.02 < result["acceptance"] < 0.6
+    assert abs(result["acceptance"] - result["acceptance_int8"]) < 0.05
+    folder = ModelFolder(demo_folder())
+    texts = [(*text[:150], *[7] * 150) for text in rounded_cache.cut_text(folder, 150, 300)]
+    (made, accepted), *_ = rounded_cache.count_accepted(
+        folder, texts, spec="ngram", draft_model=None, dtype="float32"
+    )
+    assert accepted > 0.9 * 140 * 3 / 4 and made >= accepted

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.engine.page_table import ROOT, TextHashes
+from spd.runtime.models import attention_steps
+from spd.runtime.models.attention_steps import balance_scales
 from spd.runtime.plan.memory import measure
 from spd.runtime.plan.memory_fit import remedies
 from spd.runtime.round.spans import Run
 from tests.helpers import (
+    Patch,
     Tiny,
     collect_outputs,
+    compute_logits,
     get_local_queue,
     make_fast_engine,
     random_prompts,
@@ -102,3 +108,36 @@ def test_a_shared_prefix_gives_the_text_of_an_own_one(variant: str, tiny: Tiny) 
         assert collect_outputs(run_all(engine, prompts, PARAMS)) == collect_outputs(alone)
     cached = [run.metrics.cached_tokens for run in run_all(engine, prompts, PARAMS)]
     assert max(cached) >= 64
+
+
+def test_balanced_scales_have_the_same_products() -> None:
+    """To the bit, also where a scale is 0; what rotates together has one factor, a power of 2."""
+    key = torch.tensor([40.0, 0.3, 0.0, 1.0, -2.0, 0.01, 0.0, 1.0])
+    query = torch.tensor([1.5, 3.0, 2.0, 1.0, 0.1, 0.02, 1.0, -0.9])
+    for dtype in (torch.float32, torch.bfloat16):
+        balanced_query, balanced_key = balance_scales(query.to(dtype), key.to(dtype))
+        assert torch.equal(balanced_query * balanced_key, query.to(dtype) * key.to(dtype))
+        factors = (balanced_query / query.to(dtype)).float()
+        assert torch.equal(factors[:4], factors[4:])
+        assert factors[:4].tolist() == [4.0, 0.25, 2.0**-5, 1.0]
+
+
+def test_keys_of_uneven_size_lose_less(tiny: Tiny, tmp_path: Path, monkeypatch: Patch) -> None:
+    """One rotated pair of keys is large and its queries are small, as in published models."""
+    folder = tmp_path / "uneven"
+    shutil.copytree(tiny("qwen3"), folder)
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    for name, tensor in tensors.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensor[:: len(tensor) // 2] *= 100.0 if "k_norm" in name else 1 / 100.0
+    save_file(tensors, weights, {"format": "pt"})
+
+    def loss(**options: str) -> float:
+        logits = compute_logits(make_fast_engine(folder, **options), PROMPTS[0])
+        return float((logits - reference).abs().mean())
+
+    reference = compute_logits(make_fast_engine(folder), PROMPTS[0])
+    balanced = loss(kv="int8")
+    monkeypatch.setattr(attention_steps, "balance_scales", lambda query, key: (query, key))
+    assert 0 < balanced < 0.5 * loss(kv="int8")

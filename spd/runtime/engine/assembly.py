@@ -183,6 +183,7 @@ def assemble(
         form=shape.form,
         ranks=None if ranks is None else ranks.target,
         max_positions=shape.ctx,
+        rounds_cache=shape.rounds_cache,
     )
     (runner,) = _load_runners(plan, plan.model, execution, meter)
     draft_kernels = kernels
@@ -195,6 +196,7 @@ def assemble(
         form=shape.draft_form,
         ranks=None if ranks is None else ranks.draft,
         max_positions=shape.draft_ctx,
+        rounds_cache=shape.rounds_cache,
     )
     broadcast_group = None if ranks is None else ranks.broadcast_group
     drafters = _load_drafters(

@@ -61,6 +61,8 @@ class HeadNorms:
     kind: Literal["each", "unscaled", "rotated", "joint"]
     names: tuple[str, str] = ("q_norm", "k_norm")
     """The checkpoint's names of the norms of queries and of keys."""
+    has_other_readers: bool = False
+    """True if queries of other norms read the keys too: those of later layers, or an assistant's."""
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,37 @@ def head_norm_scales(
         else layout.num_heads + layout.num_kv_heads
     )
     if norms.kind == "each":
-        scales = [tensors["q_norm"].expand(layout.num_heads, -1)]
+        query_scale = tensors["q_norm"]
+        key_scales = []
         if layout.cache_source is None:
-            scales.append(tensors["k_norm"].expand(layout.num_kv_heads, -1))
-        weight = torch.cat(scales)
+            key_scale = tensors["k_norm"]
+            if build.execution.rounds_cache and not norms.has_other_readers:
+                query_scale, key_scale = balance_scales(query_scale, key_scale)
+            key_scales = [key_scale.expand(layout.num_kv_heads, -1)]
+        weight = torch.cat([query_scale.expand(layout.num_heads, -1), *key_scales])
     elif norms.kind == "rotated":
         weight = torch.ones_like(tensors["q_norm"].expand(heads, -1))
     else:
         shape = layout.num_heads + layout.num_kv_heads, layout.head_dim
         weight = torch.ones(shape, dtype=build.dtype, device=build.execution.device)
     return weight if build.kernels.native is None else weight.float()
+
+
+def balance_scales(query_scale: Tensor, key_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales [D] of queries and keys with the same products, for keys in eight bits.
+
+    A row of keys has one scale there, so that its largest elements cost the smaller ones their bits,
+    and what is lost of an element counts as often as its query is large. A power of 2 for what
+    rotates together, elements i and i + D / 2, moves size from keys to queries until both norms are
+    about as large; it rounds nothing. Source: Xiao et al., "SmoothQuant" (2022), equation 4.
+    """
+    key_size, query_size = (
+        scale.float().abs().view(2, -1).amax(0).clamp(min=2.0**-10)
+        for scale in (key_scale, query_scale)
+    )
+    exponents = torch.frexp(key_size / query_size).exponent.div(2, rounding_mode="floor")
+    factors = torch.ldexp(torch.ones_like(key_size), exponents).repeat(2).to(key_scale.dtype)
+    return query_scale * factors, key_scale / factors
 
 
 class JointHeadNorms:

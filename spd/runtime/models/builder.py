@@ -88,6 +88,8 @@ class ExecutionConfig:
     """The number of positions in rotary tables."""
     max_rows: int = 64
     """The most rows of a forward pass other than a prompt chunk."""
+    rounds_cache: bool = False
+    """True if keys and values are rounded to eight bits where they are stored."""
 
     @property
     def shard(self) -> Shard:

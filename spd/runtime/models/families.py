@@ -424,7 +424,7 @@ def gemma4(config: ModelConfig, cache_sources: Mapping[bool, int] | None = None)
     sliding = change_attention(
         default_attention(config),
         {
-            "head_norms": EACH_HEAD,
+            "head_norms": HeadNorms("each", has_other_readers=True),
             "values": {"is_normed": True},
             "scores": {"scale": 1.0},
             "norms": {"after": "post_attention_layernorm"},
