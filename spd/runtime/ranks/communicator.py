@@ -64,6 +64,8 @@ class ProcessGroup:
         sent = part.view(-1).view(torch.uint8)
         received = gathered.view(-1).view(torch.uint8)
         options = c10d.AllgatherOptions()
+        # On the round's own stream: NCCL's would be forked to and joined for every sum.
+        options.asyncOp = False
         options.timeout = EXCHANGE_TIMEOUT
         self._wait(lambda: self.group._allgather_base(received, sent, options))
         return gathered
@@ -81,16 +83,19 @@ class ProcessGroup:
         sent = tensor.contiguous()
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        options.asyncOp = False
         options.timeout = EXCHANGE_TIMEOUT
         self._wait(lambda: self.group.broadcast([sent.view(-1).view(torch.uint8)], options))
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
-    def _wait(self, start: Callable[[], Work]) -> None:
+    def _wait(self, start: Callable[[], Work | None]) -> None:
         self.heartbeat.beat()
         self.heartbeat.waiting = True
         try:
-            start().wait()
+            work = start()
+            if work is not None:  # else it is on the current stream
+                work.wait()
         except RuntimeError as error:
             raise LostRank(str(error)) from error
         self.heartbeat.waiting = False
