@@ -118,7 +118,7 @@ def test_stored_limits_are_for_one_gpu_alone(tmp_path: Path) -> None:
 
 
 def test_a_device_starts_with_stored_or_tested_limits(tmp_path: Path, monkeypatch: Patch) -> None:
-    bound = {"capability": "9.0", "gpu": "x"}
+    bound = {"capability": "9.0", "gpu": "x", "triton": "3.6.1"}
     monkeypatch.setattr(token_tiles, "kernel_environment", lambda device: bound)
     assert find_tile_limits("cuda", lambda: tmp_path) == (
         {"bfloat16": 64},
@@ -126,8 +126,10 @@ def test_a_device_starts_with_stored_or_tested_limits(tmp_path: Path, monkeypatc
     )
     store_tile_limits(lambda: tmp_path, bound, LIMITS)
     assert find_tile_limits("cuda", lambda: tmp_path) == (LIMITS, "as this GPU answered spd doctor")
-    bound["capability"] = "8.9"
-    assert find_tile_limits("cuda", lambda: tmp_path) == ({}, "spd doctor has not asked this GPU")
+    for other in ({"capability": "8.9"}, {"triton": "3.7.0"}):
+        monkeypatch.setattr(token_tiles, "kernel_environment", lambda device, o=other: bound | o)
+        unknown = find_tile_limits("cuda", lambda: tmp_path)
+        assert unknown == ({}, "spd doctor has not asked this GPU")
     assert find_tile_limits("cpu", lambda: tmp_path)[0] == {} and set(LIMITS) == set(WEIGHT_DTYPES)
 
 

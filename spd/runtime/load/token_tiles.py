@@ -22,8 +22,11 @@ A dtype without an entry has narrow tiles.
 """
 WEIGHT_DTYPES = ("bfloat16", "int8")
 """The dtypes of weights that a limit may have."""
-TESTED_LIMITS: Mapping[str, TokenTileLimits] = {"9.0": {"bfloat16": 64}}
-"""The limits that long runs have shown to be exact, by compute capability."""
+TESTED_LIMITS: Mapping[tuple[str, str], TokenTileLimits] = {("9.0", "3.6"): {"bfloat16": 64}}
+"""The limits that long runs have shown to be exact, by compute capability and Triton's version.
+
+Another Triton may add up a tile in another order.
+"""
 
 
 def driver_version() -> str | None:
@@ -62,7 +65,8 @@ def find_tile_limits(device: str, cache: Callable[[], Path]) -> tuple[TokenTileL
     stored_limits = read_tile_limits(cache, environment)
     if stored_limits is not None:
         return stored_limits, "as this GPU answered spd doctor"
-    tested_limits = TESTED_LIMITS.get(environment["capability"])
+    compiler = ".".join(environment["triton"].split(".")[:2])
+    tested_limits = TESTED_LIMITS.get((environment["capability"], compiler))
     if tested_limits:
         return dict(tested_limits), "shown on its architecture"
     return {}, "spd doctor has not asked this GPU"
