@@ -81,13 +81,15 @@ def limit_programs(monkeypatch: pytest.MonkeyPatch, processors: int = 1) -> None
     The device seems to have `processors`; one program rotates all heads of a row.
     """
     from spd.kernels.attention import paged_attention_triton, rotary_store_triton
+    from spd.kernels.latent import mla_attention_triton
     from spd.kernels.launch import device_properties
 
-    monkeypatch.setattr(
-        paged_attention_triton,
-        "device_properties",
-        lambda it: replace(device_properties(it), processors=processors),
-    )
+    for module in (paged_attention_triton, mla_attention_triton):
+        monkeypatch.setattr(
+            module,
+            "device_properties",
+            lambda it: replace(device_properties(it), processors=processors),
+        )
     monkeypatch.setattr(rotary_store_triton, "HEADS_A_PROGRAM", 16)
 
 

@@ -107,6 +107,27 @@ def access_order(ptx: str) -> dict[str, Any]:
     }
 
 
+WORDS = (
+    r'elementwise_inline_asm "[^"]*(?:lop3|0x3120)[^"]*" .*?packed_element = 4 .*? '
+    r": tensor<[\dx]+i8, (#[^>]+>*)"
+)
+"""The conversion of a word of four codes, or its bytes put in order: their layout over threads."""
+
+
+def packed_columns(ttgir: str) -> int | None:
+    """Return how many neighbouring columns a thread holds where bytes of a word have an order.
+
+    The fewest of all such conversions; None where there are none.
+    """
+    names = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.M))
+    widths = []
+    for layout in re.findall(WORDS, ttgir):
+        text = names.get(layout.strip(">, "), layout)
+        run = re.search(r"kWidth = (\d+)|sizePerThread = \[\d+, (\d+)\].*order = \[1, 0\]", text)
+        widths.append(int(run[1] or run[2]) if run else 1)
+    return min(widths, default=None)
+
+
 def main() -> None:
     """Compile all that the modules launch."""
     triton.knobs.language.default_fp_fusion = True  # as `load_kernels` has it
@@ -137,6 +158,7 @@ def main() -> None:
                 < ptx.find(WAIT),
                 "launched_early": bool(getattr(program.metadata, "launch_pdl", False)),
                 **access_order(ptx),
+                "packed_columns": packed_columns(program.asm["ttgir"]),
                 "wide_loads": "ld.global.v4" in ptx or ".L1::no_allocate.v4" in ptx,
             }
             print(json.dumps(line), flush=True)

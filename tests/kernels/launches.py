@@ -245,12 +245,12 @@ def attention() -> Launches:
             num_heads=32,
         )
 
-    def latent(dtype: torch.dtype, rounded: bool = False) -> None:
+    def latent(dtype: torch.dtype, rounded: bool = False, count: int = 128) -> None:
         pool = of(torch.int8 if rounded else dtype, 99, 64, 576)
         scales = of(F16, 99, 64, 2) if rounded else None
-        query = of(dtype, 80, 128, 576)
+        query = of(dtype, 80, count, 576)
         turn = of(F32, 4096, 64)
-        query_rope = of(dtype, 80, 128, 192)[..., 128:]
+        query_rope = of(dtype, 80, count, 192)[..., 128:]
         latents = of(dtype, 80, 2112)[:, 1536:]
         rows = RotatedRows(turn, turn, positions.view(-1), positions.view(-1))
         OPS.latent_store(
@@ -262,10 +262,10 @@ def attention() -> Launches:
             pages=pool,
             scales=scales,
         )
-        heads = AttentionHeads(128, 1, 512, rounded=rounded)
+        heads = AttentionHeads(count, 1, 512, rounded=rounded)
         plan = OPS.plan_attention(windows, heads, 64, dtype)
         attend_latents = partial(OPS.mla_attention, pages=pool, rank=512, scale=0.1, scales=scales)
-        attend_latents(query=query.view(16, 5, 128, 576), plan=plan)
+        attend_latents(query=query.view(16, 5, count, 576), plan=plan)
         plan = OPS.plan_attention(chunk, heads, 64, dtype)
         attend_latents(query=query[None], plan=plan)
 
@@ -285,6 +285,10 @@ def attention() -> Launches:
     blocks = replace(windows, last=positions)
     drafter = AttentionHeads(32, 8, 128, sliding=(2048,), sees_block=True)
     cases["sliding_block_bf16"] = partial(attend, BF16, drafter, None, windows=blocks)
+    wide_round = Windows(of(I64, 1024, 5), of(BOOL, 1024, 5), of(I64, 1024, 64), (), ())
+    plain = AttentionHeads(32, 8, 128)
+    cases["many_slots"] = partial(OPS.plan_attention, wide_round, plain, 64, BF16)
+    cases["latent_lite_bf16"] = partial(latent, BF16, count=16)
     cases["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
     # A cache in eight bits.
     rounded = partial(attend, BF16, rounded=True)

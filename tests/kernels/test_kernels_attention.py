@@ -269,11 +269,11 @@ def check_prompt(form: Form, cache: Cache, start: int, rows: int) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set chunks of 32 positions below 128 and of 64 from there, so that short contexts have every
-    kind."""
-    sizes = {"SMALL_CHUNK": 32, "LARGE_CHUNK": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
+    """Set chunks of 32 positions below 64, of 64 below 128 and of 128 from there, so that short
+    contexts have every kind."""
+    sizes = {"SMALL_CHUNK": 32, "TWICE_FROM": 64, "LARGE_FROM": 128, "KEY_BLOCK": 32}
     for name, value in {**sizes, "COMBINED_CHUNKS": (4, 4), "PLANNED_CHUNKS": 4}.items():
-        monkeypatch.setattr(twin, name, value)
+        monkeypatch.setattr(twin, name, value, raising=False)
         monkeypatch.setattr(attention_chunks, name, value, raising=False)
     limit_programs(monkeypatch, 2)
 
@@ -657,13 +657,23 @@ def test_who_shares_a_long_context_changes_no_bit(
 # -- Triton's ------------------------------------------------------------------------------------------
 
 
+BEGINS = [*range(0, 1024, 128), *range(1024, 4096, 256), *range(4096, 6000, 512)]
+"""Where chunks begin."""
+
+
 @triton
-def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk that a row sees, up to the last valid one, once, large ones first; of no inactive
-    slot."""
+@pytest.mark.parametrize("processors", [1, 500])
+def test_key_chunks_are_fixed_by_position(
+    form: Form, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every chunk that a row sees, up to the last valid one, is in one run, large ones first; an
+    inactive slot has a run of nothing.
+
+    The fewer programs there are for the chunks, the more chunks a run has.
+    """
     monkeypatch.setattr(twin, "PLANNED_CHUNKS", 8)
-    ends = [0, 1, 128, 129, 4096, 4097, 4608, 4609]
-    counts = [0, 1, 1, 2, 32, 33, 33, 34]
+    limit_programs(monkeypatch, processors)
+    ends = [0, 1, 128, 129, 1024, 1025, 4096, 4097, 4608, 4609]
     positions = torch.tensor(
         [[max(end - 2, 0), max(end - 1, 0), 4700] for end in ends], device=form.device
     )
@@ -672,17 +682,26 @@ def test_key_chunks_are_fixed_by_position(form: Form, monkeypatch: pytest.Monkey
     windows = Windows(positions, valid, table, (), ())
     heads = AttentionHeads(2, 1, 16, sliding=(None, 300))
     plan = twin.plan_attention(windows, heads, 64, torch.float32)
-    assert plan.max_chunks == 34 and set(plan.lists) == {None, 300}
+    assert plan.max_chunks == sum(begin < 80 * 64 for begin in BEGINS)
+    assert set(plan.lists) == {None, 300} and not plan.arrived.any()
     for sliding, chunks in plan.lists.items():
         assert chunks.last.tolist() == [end - 1 for end in ends]
-        items = [divmod(item, 1 << 16) for item in chunks.items[: int(chunks.count)].tolist()]
-        first = [max(0, end - 1 - (sliding or end)) for end in ends]
-        begin = [at // 128 if at < 4096 else 32 + (at - 4096) // 512 for at in first]
-        assert sorted(items) == [
-            (s, c) for s, count in enumerate(counts) for c in range(begin[s], count)
-        ]
-        large = sum(chunk >= 32 for _, chunk in items)
-        assert large == 4 and all(chunk >= 32 for _, chunk in items[:large])
+        count, run, turns = chunks.counts.tolist()
+        assert sliding or (run > 1) == (processors == 1), run
+        assert turns == 0
+        items = [divmod(item, 1 << 16) for item in chunks.items[:count].tolist()]
+        assert all(first % run == 0 for _, first in items) and len(set(items)) == count
+        sizes = [BEGINS[first + 1] - BEGINS[first] for _, first in items]
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+        for slot, end in enumerate(ends):
+            seen = max(0, end - 1 - (sliding or end))
+            firsts = sorted(first for s, first in items if s == slot)
+            expected = {
+                chunk // run * run
+                for chunk, begin in enumerate(BEGINS)
+                if begin < end and BEGINS[chunk + 1] > seen
+            }
+            assert firsts == sorted(expected or {0}) and len(firsts) == int(chunks.runs[slot])
 
 
 @triton
@@ -705,6 +724,8 @@ def test_tiles_fit_every_devices_shared_memory(facts: Device) -> None:
             rows, keys, stages = twin.tile_shape(dtype, head_dim, facts)
             assert stages >= 1 and (rows + 2 * keys * stages) * width < facts.shared
     assert twin.tile_shape(torch.bfloat16, 128, DEVICES[90]) == (64, 64, 3)
+    assert twin.programs_that_fit(DEVICES[90], 112 * 1024) == 264, "with what each takes besides"
+    assert twin.programs_that_fit(DEVICES[90], 184_320) == 132
 
 
 # -- torch's -------------------------------------------------------------------------------------------

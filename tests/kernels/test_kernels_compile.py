@@ -27,7 +27,7 @@ COLD = ("prefill_attention_kernel",)
 BIAS_FIRST = "gate_up_kernel"
 """A kernel that loads its bias before the wait: nothing on the device writes a bias."""
 HAND_OVER = (
-    r"st\.global( bar\.sync)+ atom\.global\.gpu\.acq_rel\.add\.u32( bar\.sync)+( st\.global)* "
+    r"st\.global( bar\.sync)+ atom\.global\.gpu\.acq_rel\.add\.u32( bar\.sync)+( st\.global| bar\.sync)* "
     r"ld\.global\.cg"
 )
 SOURCES = {
@@ -40,23 +40,32 @@ FEW = (
     "|commit_8|commit_32|many|lookup_2048|sliding|logits"
     "|gelu|greedy|noise|^truncated|law_plain|rejection|kept|^plain_"
     "|out_|30b_int4|8b_e2m1|mamba|^1$|^32$"
-    "|sinks|limited|^oss|^gemma|^step|^nemotron"
+    "|sinks|lite|limited|^oss|^gemma|^step|^nemotron"
     "|_(Q4_[01]|Q5|Q6|Q8|IQ4|MXFP4)|30b_Q4_K"
 )
 """What the default lane leaves out: every kernel is compiled, and not in each of its forms."""
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
 OF_TRITON_3_5 = """
 abs add arange atomic_add bfloat16 cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float16
-float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 int8 join load log max maximum min
-minimum multiple_of num_programs permute program_id reshape rsqrt sigmoid split static_range store sum
-tensor trans uint32 uint64 uint8 where zeros
+float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 int8 join load log max maximum
+min minimum multiple_of num_programs permute program_id range reshape rsqrt sigmoid split static_range
+store sum tensor trans uint16 uint32 uint64 uint8 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
-ADA = {"linear_out_8b_wide_i8_bf16": 8}
+SLIDING = ("attend_chunk_sliding_bf16", "attend_chunk_sliding_fp16")
+LATENT_LITE = "attend_latent_chunk_latent_lite_bf16"
+ADA = {"linear_out_8b_wide_i8_bf16": 8, **dict.fromkeys(SLIDING, 16), LATENT_LITE: 8}
 KNOWN_SPILLS = {
     86: ADA,
     89: ADA,
-    120: {"gate_up_8b_wide_bf16": 16, "linear_out_8b_int4 128_bf16": 8},
+    100: {**dict.fromkeys(SLIDING, 32), "attend_chunk_sliding_i8_bf16": 24},
+    120: {
+        "gate_up_8b_wide_bf16": 16,
+        "linear_out_8b_int4 128_bf16": 8,
+        **dict.fromkeys(SLIDING, 32),
+        "attend_chunk_sliding_i8_bf16": 16,
+        LATENT_LITE: 24,
+    },
 }
 """Bytes of local memory of kernels on architectures that have not been tuned for yet."""
 
@@ -92,6 +101,8 @@ def check(programs: list[dict[str, Any]], arch: int) -> None:
         assert not kernel["early"] or kernel["kernel"] == BIAS_FIRST, kernel
         # The sums of other parts are stored before a part counts itself, and read after that.
         assert not kernel["hand_over"] or re.search(HAND_OVER, kernel["hand_over"]), kernel
+        # Where middle bytes are swapped, four bytes of a word are four neighbouring columns.
+        assert kernel["packed_columns"] in (None, *range(4, 65, 4)), kernel
         if kernel["kernel"] not in COLD:
             assert kernel["local"] <= KNOWN_SPILLS.get(arch, {}).get(kernel["name"], 0), kernel
         if re.search(

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """The kernels of `paged_attention`, for windows and for prompt chunks.
 
-Chunks are ranges of absolute positions: SMALL positions each below FROM, LARGE ones from there on.
-A SLIDING window, SOFTCAP or sinks of None add nothing to the compiled program. The online softmax
-of a row starts from its head's sink, where there is one: with that maximum and a sum of 1.
+Chunks are those of `attention_plan_triton`. A SLIDING window, SOFTCAP or sinks of None add nothing to
+the compiled program. The online softmax of a row starts from its head's sink, where there is one:
+with that maximum and a sum of 1.
 
 Pools are codes where scales are not None. Scales are loaded one block ahead, for Triton moves no
 load before the block whose scores it is multiplied with.
@@ -11,19 +11,25 @@ load before the block whose scores it is multiplied with.
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from spd.kernels.arrivals_triton import next_turn
+from spd.kernels.attention.attention_plan_triton import chunk_begin, chunk_of, chunk_size
 from spd.kernels.attention.cache_rows_triton import load_block_scales, prefetch_scales, weight_type
+from spd.kernels.attention.combine_triton import (
+    EMPTY_MAXIMUM,
+    LOG2_E,
+    combine_last,
+    load_last_keys,
+    store_in_place,
+)
 from spd.kernels.overlap_triton import prefetch, wait_and_release
 
-LOG2_E = math.log2(math.e)
-"""Softmax weights are computed by exp2, so that the scale of scores includes this factor."""
 _LOG2_E = tl.constexpr(LOG2_E)
-EMPTY_MAXIMUM = tl.constexpr(-1.0e30)
-"""The maximum of no scores: finite, so that a row without keys subtracts without NaN."""
 
 
 @triton.jit
@@ -36,84 +42,11 @@ def is_not_finite(x):
 
 
 @triton.jit
-def chunk_of(position, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
-    """Return the chunk that holds a position."""
-    return tl.where(position < FROM, position // SMALL, FROM // SMALL + (position - FROM) // LARGE)
-
-
-@triton.jit
-def chunk_begin(chunk, SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr):
-    """Return the first position of a chunk."""
-    FEW: tl.constexpr = FROM // SMALL
-    return tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
-
-
-@triton.jit
-def first_chunk(position, SLIDING, SMALL, LARGE, FROM):
-    """Return the chunk that holds the first position that a row attends to."""
-    return chunk_of(tl.maximum(position - (SLIDING - 1), 0), SMALL, LARGE, FROM)
-
-
-@triton.jit
 def tanh(x):
     """Return the hyperbolic tangent, to within 2e-7."""
     power = tl.exp2(tl.abs(x) * -2.8853900817779268)
     size = (1.0 - power) / (1.0 + power)
     return tl.where(x < 0, -size, size)
-
-
-@triton.jit(
-    do_not_specialize=["slots", "queries", "max_chunks"],
-    do_not_specialize_on_alignment=["positions", "valid", "row_last"],
-)
-def plan_attention_kernel(
-    positions, valid, row_last, last, items, count, slots, queries, max_chunks,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
-    FROM: tl.constexpr, SLIDING: tl.constexpr,
-):  # fmt: skip
-    """List one slot's items. Large chunks of all slots come first, so that no program ends on
-    one."""
-    FEW: tl.constexpr = FROM // SMALL
-    slot = tl.program_id(0)
-    slot_ids = tl.arange(0, SLOTS)
-    last_positions = tl.full((SLOTS,), -1, tl.int64)
-    first_positions = tl.full((SLOTS,), 2**31 - 1, tl.int64)
-    for q in range(queries):
-        at = slot_ids * queries + q
-        is_valid = tl.load(valid + at, mask=slot_ids < slots, other=0) != 0
-        ends = positions if row_last is None else row_last
-        last_positions = tl.maximum(last_positions, tl.load(ends + at, mask=is_valid, other=-1))
-        if SLIDING is not None:
-            first_positions = tl.minimum(
-                first_positions, tl.load(positions + at, mask=is_valid, other=2**31 - 1)
-            )
-    last_positions = last_positions.to(tl.int32)
-    reached = tl.minimum(chunk_of(last_positions, SMALL, LARGE, FROM) + 1, max_chunks)
-    chunks = tl.where(last_positions >= 0, reached, 0)
-    small = tl.minimum(chunks, FEW)
-    large = chunks - small
-    if SLIDING is not None:
-        skipped = tl.minimum(
-            first_chunk(first_positions.to(tl.int32), SLIDING, SMALL, LARGE, FROM), chunks
-        )
-        skipped_small = tl.minimum(skipped, FEW)
-        small -= skipped_small
-        large -= skipped - skipped_small
-    first_small = tl.sum(large) + tl.sum(tl.where(slot_ids < slot, small, 0))
-    first_large = tl.sum(tl.where(slot_ids < slot, large, 0))
-    slot_chunks = tl.sum(tl.where(slot_ids == slot, chunks, 0))
-    begin = 0
-    if SLIDING is not None:
-        begin = tl.sum(tl.where(slot_ids == slot, skipped, 0))
-        first_small -= tl.minimum(begin, FEW)
-        first_large -= tl.maximum(begin - FEW, 0)
-    for start in range(begin, slot_chunks, BLOCK):
-        chunk = start + tl.arange(0, BLOCK)
-        at = tl.where(chunk < FEW, first_small + chunk, first_large + chunk - FEW)
-        tl.store(items + at, (slot << 16) | chunk, mask=chunk < slot_chunks)
-    tl.store(last + slot, tl.sum(tl.where(slot_ids == slot, last_positions, 0)))
-    if slot == 0:
-        tl.store(count, tl.sum(small + large))
 
 
 @triton.jit
@@ -127,21 +60,24 @@ def prefetch_page(pool, page, first, head, K: tl.constexpr, D: tl.constexpr, PAG
 
 
 @triton.jit
-def load_page_ids(page_row, begin, end, COUNT: tl.constexpr, PAGE: tl.constexpr):
-    """Load the ids [COUNT] of the pages from position begin's on, 0 for pages at or after end."""
+def load_page_ids(page_row, begin, pages, COUNT: tl.constexpr, PAGE: tl.constexpr):
+    """Load the ids int32 [COUNT] of the pages from position begin's on, 0 beyond a row's `pages`.
+
+    Rows are full: those behind a context are ids too, and nothing waits for its length.
+    """
     page = begin // PAGE + tl.arange(0, COUNT)
-    return tl.load(page_row + page, mask=page * PAGE < end, other=0)
+    return tl.load(page_row + page, mask=page < pages, other=0).to(tl.int32)
 
 
 @triton.jit
 def page_of(page_row, page_ids, first_page, position, end, PAGE):
-    """Return the id of the page that holds a position, 0 at or after end.
+    """Return the id of the page that holds a position, of any page at or after end.
 
     page_ids: of the pages from first_page on; None: the id is loaded.
     """
     if page_ids is not None:
         is_asked = tl.arange(0, page_ids.shape[0]) == position // PAGE - first_page
-        page = tl.sum(tl.where(is_asked, page_ids, 0), 0)
+        page = tl.sum(tl.where(is_asked, page_ids, 0), 0).to(tl.int64)
     else:
         page = tl.load(page_row + position // PAGE, mask=position < end, other=0)
     return page
@@ -178,15 +114,6 @@ def weigh(scores, factor, maximum):
 
 
 @triton.jit
-def load_last_keys(row_last, token, mask, position):
-    """Load the last keys of rows at their tokens; their positions where row_last is None."""
-    end = position
-    if row_last is not None:
-        end = tl.load(row_last + token, mask=mask, other=-1).to(tl.int32)
-    return end
-
-
-@triton.jit
 def load_item(items, tile, tiles_per_item, max_items):
     """Load the item of a tile, where each item has tiles_per_item tiles."""
     return tl.load(items + tile // tiles_per_item, mask=tile // tiles_per_item < max_items, other=0)
@@ -194,10 +121,11 @@ def load_item(items, tile, tiles_per_item, max_items):
 
 @triton.jit
 def prefetch_item(
-    pools, page_table, pages, item, head, is_listed, K, D, PAGE, SMALL, LARGE, FROM
+    pools, page_table, pages, item, head, is_listed, K, D, PAGE, SMALL, TWICE_FROM,
+    LARGE_FROM,
 ):  # fmt: skip
     """Prefetch the first page of an item into L2, for one head; nothing unless is_listed."""
-    begin = chunk_begin(item & 0xFFFF, SMALL, LARGE, FROM)
+    begin = chunk_begin(item & 0xFFFF, SMALL, TWICE_FROM, LARGE_FROM)
     page = tl.load(
         page_table + (item >> 16).to(tl.int64) * pages + begin // PAGE, mask=is_listed, other=0
     )
@@ -209,12 +137,83 @@ def prefetch_item(
             prefetch_scales(pools.value_scales, page, begin % PAGE, head, K, PAGE)
 
 
+class PartialSums(NamedTuple):
+    """Where a tile's sums of each chunk go: float32 pointers, and the chunks' borders.
+
+    partial and stats are those of the tile's rows [TILE] in the slot's first chunk, `chunk_rows`
+    apart in the next.
+    """
+
+    partial: Tensor
+    stats: Tensor
+    row_mask: Tensor
+    chunk_rows: Tensor
+    small: int
+    twice_from: int
+    large_from: int
+
+
+@triton.jit
+def store_chunk(sums, position, maximum, total, acc, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store a tile's sums of the chunk that holds a position."""
+    chunk = chunk_of(position, sums.small, sums.twice_from, sums.large_from)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    at = chunk.to(tl.int64) * sums.chunk_rows
+    row_mask = sums.row_mask
+    values = (sums.partial + at * D)[:, None] + column
+    store_in_place(values, acc, row_mask[:, None] & (column < D))
+    tl.store(sums.stats + at * 2, maximum, mask=row_mask)
+    tl.store(sums.stats + at * 2 + 1, total, mask=row_mask)
+
+
+@triton.jit
+def attend_block(
+    maximum, total, acc, keep, q, k, v, k_scale, v_scale, key, position, row_end, scale,
+    SLIDING, SOFTCAP, MASKED, FIRST,
+):  # fmt: skip
+    """Add a block of keys and values to a tile's online softmax, times the scales of codes.
+
+    keep: what the sums before are multiplied by, besides.
+    """
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+    if k_scale is not None:
+        scores = scores * k_scale[None, :]
+    scores, factor = cap_scores(scores, scale, SOFTCAP)
+    if MASKED:
+        scores = mask_scores(scores, key, position, row_end, SLIDING, FIRST)
+    maximum, rescale, weights = weigh(scores, factor, maximum)
+    rescale *= keep
+    total = total * rescale + tl.sum(weights, 1)
+    if v_scale is not None:
+        weights = weights * v_scale[None, :]
+    v = v.to(weight_type(q.dtype, v_scale is not None))
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return maximum, total, acc
+
+
+@triton.jit
+def end_block(sums, start, next_start, end, maximum, total, acc, D, BLOCK_D):
+    """Store the sums of the chunk that the block ends.
+
+    Return the maximum for the next block, and 0 if it takes nothing over, else 1.
+    """
+    size = chunk_size(start, sums.small, sums.twice_from, sums.large_from)
+    is_end = (next_start % size == 0) | (next_start >= end)
+    if is_end:
+        store_chunk(sums, start, maximum, total, acc, D, BLOCK_D)
+    # A maximum that no score is below.
+    return tl.where(is_end, EMPTY_MAXIMUM, maximum), tl.where(is_end, 0.0, 1.0)
+
+
 @triton.jit
 def attend_blocks(
     maximum, total, acc, q, pools, page_row, page_ids, head, position, row_end, begin, end, scale,
-    K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST,
+    K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, MASKED, FIRST, sums,
 ):  # fmt: skip
     """Add keys [begin, end) to a tile's online softmax; MASKED unless all rows attend to all keys.
+
+    Where there are `sums`, the softmax of each chunk is stored there at its end and begins anew, so
+    that keys of the next chunk are loaded meanwhile.
 
     begin is a multiple of BLOCK; for scale see `score_scale`; FIRST is `causal_bias`'s first_key. A
     row's keys end at row_end, its sliding window at position. Where pages hold whole blocks, page
@@ -231,6 +230,7 @@ def attend_blocks(
     if ROUNDED and WHOLE_BLOCKS:
         row = tl.multiple_of(begin % PAGE, BLOCK) + tl.arange(0, BLOCK)
         next_scales = load_block_scales(pools, page, row, head, K, PAGE)
+    keep = 1.0
     for start in range(begin, end, BLOCK):
         key = start + tl.arange(0, BLOCK)
         # From `end` on the pools may hold anything, NaN too, and zero times NaN is NaN. No code is.
@@ -257,145 +257,126 @@ def attend_blocks(
         v = tl.load(
             pools.value_pages + first + offsets, mask=in_range, other=0.0, eviction_policy=POLICY
         )
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if ROUNDED:
-            scores = scores * k_scale[None, :]
-        scores, factor = cap_scores(scores, scale, SOFTCAP)
-        if MASKED:
-            scores = mask_scores(scores, key, position, row_end, SLIDING, FIRST)
-        maximum, rescale, weights = weigh(scores, factor, maximum)
-        total = total * rescale + tl.sum(weights, 1)
-        if ROUNDED:
-            weights = weights * v_scale[None, :]
-        v = v.to(weight_type(q.dtype, ROUNDED))
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        maximum, total, acc = attend_block(
+            maximum, total, acc, keep, q, k, v, k_scale if ROUNDED else None,
+            v_scale if ROUNDED else None, key, position, row_end, scale, SLIDING, SOFTCAP, MASKED, FIRST,
+        )  # fmt: skip
+        if sums is not None:
+            maximum, keep = end_block(
+                sums, start, start + BLOCK, end, maximum, total, acc, D, BLOCK_D
+            )
     return maximum, total, acc
 
 
 @triton.jit
-def load_queries(query, token, head, row, column, row_mask, K, GROUPS, D):
-    """Load the queries of a KV head's rows: row i is of the group's head i % GROUPS at its
-    token."""
-    source = (
-        query + (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column[None, :]
-    )
-    return tl.load(source, mask=row_mask, other=0.0)
+def run_of_keys(
+    positions, chunk, run, last_position, BLOCK, SLIDING, SMALL, TWICE_FROM, LARGE_FROM
+):
+    """Return the positions [begin, end) of a run that the rows of a slot's positions attend to."""
+    begin = chunk_begin(chunk, SMALL, TWICE_FROM, LARGE_FROM)
+    end = tl.minimum(chunk_begin(chunk + run, SMALL, TWICE_FROM, LARGE_FROM), last_position + 1)
+    if SLIDING is not None:
+        # Positions ascend in a slot: what is before its first row's window is before every row's.
+        lowest = tl.load(positions).to(tl.int32)
+        begin = tl.maximum(begin, (lowest - (SLIDING - 1)) // BLOCK * BLOCK)
+    return begin, end
+
+
+@triton.jit
+def load_run(
+    query, positions, row_last, slot, head, row, chunk, run, last_position, queries,
+    K, GROUPS, D, BLOCK, BLOCK_D, SLIDING, SMALL, TWICE_FROM, LARGE_FROM,
+):  # fmt: skip
+    """Load the queries of a KV head's rows, their positions and last keys, and the run's positions
+    [begin, end).
+
+    Row i is of the group's head i % GROUPS at its token.
+    """
+    rows = queries * GROUPS
+    column = tl.arange(0, BLOCK_D)[None, :]
+    token = slot * queries + row // GROUPS
+    position = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
+    row_end = load_last_keys(row_last, token, row < rows, position)
+    at = (token * (K * GROUPS) + head * GROUPS + row % GROUPS)[:, None] * D + column
+    q = tl.load(query + at, mask=(row < rows)[:, None] & (column < D), other=0.0)
+    begin, end = run_of_keys(
+        positions + slot * queries, chunk, run, last_position, BLOCK, SLIDING, SMALL, TWICE_FROM,
+        LARGE_FROM,
+    )  # fmt: skip
+    return q, position, row_end, begin, end
+
+
+@triton.jit
+def take_item(items, counts, num_tiles, tiles_per_item, max_items):
+    """Take the next tile that no program has taken; return it and its item."""
+    tile = next_turn(counts + 2, num_tiles)
+    return tile, load_item(items, tile, tiles_per_item, max_items)
 
 
 @triton.jit(
     do_not_specialize=["slots", "queries", "pages", "max_chunks"],
-    do_not_specialize_on_alignment=["page_table", "positions", "row_last"],
+    do_not_specialize_on_alignment=["page_table", "positions", "valid", "row_last"],
 )
 def attend_chunk_kernel(
-    query, pools, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
-    pages, max_chunks, row_last,
+    query, pools, page_table, positions, last, runs, items, counts, partial, stats, scale, slots,
+    queries, pages, max_chunks, valid, row_last, sinks, arrived, out,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
-    FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SMALL: tl.constexpr, TWICE_FROM: tl.constexpr,
+    LARGE_FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
+    PAGES: tl.constexpr, COMBINED: tl.constexpr, COMBINED_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend TILE rows (a slot's queries by its group's heads) to one chunk of one KV head, item by
-    item."""
+    """Attend TILE rows (a slot's queries by its group's heads) to runs of chunks, turn by turn.
+
+    The last program of a tile combines its chunks, where `out` is not None.
+    """
     wait_and_release(PDL)
-    FEW: tl.constexpr = FROM // SMALL
-    # One page more than a span fills, since it may begin inside a page; rounded to a power of two.
-    PAGES: tl.constexpr = 2 * (LARGE // PAGE) if LARGE >= PAGE else 2
     rows = queries * GROUPS
     tiles_per_head = tl.cdiv(rows, TILE)
-    column = tl.arange(0, BLOCK_D)
     # Dependent loads dominate the time of a short context: the first items are loaded together with
     # the count, each later one two items early, so that its first page is in L2 when it begins.
+    tiles_per_item = K * tiles_per_head
     max_items = slots * max_chunks
-    step = tl.num_programs(0)
-    item = load_item(items, tl.program_id(0), K * tiles_per_head, max_items)
-    next_item = load_item(items, tl.program_id(0) + step, K * tiles_per_head, max_items)
-    num_tiles = tl.load(count) * (K * tiles_per_head)
-    for tile in range(tl.program_id(0), num_tiles, step):
+    num_tiles = tl.load(counts) * tiles_per_item
+    run = tl.load(counts + 1)
+    tile = tl.program_id(0)
+    item = load_item(items, tile, tiles_per_item, max_items)
+    next_tile, next_item = take_item(items, counts, num_tiles, tiles_per_item, max_items)
+    while tile < num_tiles:
         slot = (item >> 16).to(tl.int64)
-        chunk = item & 0xFFFF
         head = (tile // tiles_per_head) % K
-        row = (tile % tiles_per_head) * TILE + tl.arange(0, TILE)
-        token = slot * queries + row // GROUPS
-        row_position = tl.load(positions + token, mask=row < rows, other=-1).to(tl.int32)
-        row_end = load_last_keys(row_last, token, row < rows, row_position)
-        row_mask = (row < rows)[:, None] & (column < D)[None, :]
-        q = load_queries(query, token, head, row, column, row_mask, K, GROUPS, D)
-        begin = chunk_begin(chunk, SMALL, LARGE, FROM)
+        first_row = (tile % tiles_per_head) * TILE
+        row = first_row + tl.arange(0, TILE)
+        q, position, row_end, begin, end = load_run(
+            query, positions, row_last, slot, head, row, item & 0xFFFF, run, tl.load(last + slot),
+            queries, K, GROUPS, D, BLOCK, BLOCK_D, SLIDING, SMALL, TWICE_FROM, LARGE_FROM,
+        )  # fmt: skip
         page_row = page_table + slot * pages
+        page_ids = load_page_ids(page_row, begin, pages, PAGES, PAGE)
+        own_tile = slot * tiles_per_item + tile % tiles_per_item
+        tile = next_tile
         item = next_item
-        next_item = load_item(items, tile + 2 * step, K * tiles_per_head, max_items)
-        end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
-        if SLIDING is not None:
-            # Positions ascend in a slot: what is before its first row's window is before every
-            # row's.
-            lowest = tl.load(positions + slot * queries).to(tl.int32)
-            begin = tl.maximum(begin, (lowest - (SLIDING - 1)) // BLOCK * BLOCK)
-        page_ids = load_page_ids(page_row, begin, end, PAGES, PAGE)
+        next_tile, next_item = take_item(items, counts, num_tiles, tiles_per_item, max_items)
         if PDL and SLIDING is None:  # an item's first page may lie before a sliding window
             prefetch_item(
-                pools, page_table, pages, item, (tile + step) // tiles_per_head % K,
-                tile + step < num_tiles, K, D, PAGE, SMALL, LARGE, FROM,
+                pools, page_table, pages, item, tile // tiles_per_head % K, tile < num_tiles,
+                K, D, PAGE, SMALL, TWICE_FROM, LARGE_FROM,
             )  # fmt: skip
-        maximum, total, acc = attend_blocks(
-            tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, BLOCK_D), tl.float32), q, pools, page_row, page_ids, head,
-            row_position, row_end, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP,
-            True, FIRST,
-        )  # fmt: skip
-        at = ((slot * max_chunks + chunk) * K + head) * rows + row
-        tl.store(partial + at[:, None] * D + column[None, :], acc, mask=row_mask)
-        tl.store(stats + at * 2, maximum, mask=row < rows)
-        tl.store(stats + at * 2 + 1, total, mask=row < rows)
-
-
-@triton.jit(
-    do_not_specialize=["queries", "max_chunks"],
-    do_not_specialize_on_alignment=["positions", "valid", "row_last"],
-)
-def combine_chunks_kernel(
-    partial, stats, positions, valid, row_last, sinks, out, queries, max_chunks,
-    K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    SMALL: tl.constexpr, LARGE: tl.constexpr, FROM: tl.constexpr, SLIDING: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Combine the chunks of one row and head, BLOCK at a time; an invalid row gives zeros."""
-    wait_and_release(PDL)
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    slot = token // queries
-    row = (token % queries) * GROUPS + head % GROUPS
-    column = tl.arange(0, BLOCK_D)
-    position = tl.load(positions + token).to(tl.int32)
-    end = load_last_keys(row_last, token, token >= 0, position)
-    reached = tl.minimum(chunk_of(end, SMALL, LARGE, FROM) + 1, max_chunks)
-    chunks = tl.where(tl.load(valid + token) != 0, reached, 0)
-    maximum = tl.full((), EMPTY_MAXIMUM, tl.float32)
-    total = tl.zeros((), tl.float32)
-    if sinks is not None:
-        maximum = tl.load(sinks + head) * _LOG2_E
-        total += 1.0
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    begin = 0
-    if SLIDING is not None:
-        begin = first_chunk(position, SLIDING, SMALL, LARGE, FROM)
-    for start in range(begin, chunks, BLOCK):
-        chunk = start + tl.arange(0, BLOCK)
-        in_range = chunk < chunks
-        at = ((slot * max_chunks + chunk) * K + head // GROUPS) * (queries * GROUPS) + row
-        values = partial + at[:, None] * D + column[None, :]
-        x = tl.load(values, mask=in_range[:, None] & (column < D)[None, :], other=0.0)
-        peak = tl.load(stats + at * 2, mask=in_range, other=EMPTY_MAXIMUM)
-        new_maximum = tl.maximum(maximum, tl.max(peak, 0))
-        weights = tl.where(in_range, tl.exp2(peak - new_maximum), 0.0)
-        rescale = tl.exp2(maximum - new_maximum)
-        total = total * rescale + tl.sum(
-            weights * tl.load(stats + at * 2 + 1, mask=in_range, other=0.0), 0
+        at = (slot * max_chunks * K + head) * rows + row
+        sums = PartialSums(
+            partial + at * D, stats + at * 2, row < rows, K * rows, SMALL, TWICE_FROM, LARGE_FROM
         )
-        acc = acc * rescale + tl.sum(weights[:, None] * x, 0)
-        maximum = new_maximum
-    acc = acc / tl.where(chunks > 0, total, 1.0)
-    to = out + (token * (K * GROUPS) + head) * D + column
-    tl.store(to, acc.to(out.dtype.element_ty), mask=column < D)
+        attend_blocks(
+            tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
+            tl.zeros((TILE, BLOCK_D), tl.float32), q, pools, page_row, page_ids, head, position,
+            row_end, begin, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+            sums,
+        )  # fmt: skip
+        if out is not None:
+            combine_last(
+                arrived + own_tile, runs + slot, partial, stats, positions, valid, row_last, sinks,
+                out, slot, head, first_row, queries, max_chunks, K, GROUPS, D, TILE, COMBINED_ROWS,
+                COMBINED, BLOCK_D, SMALL, TWICE_FROM, LARGE_FROM, SLIDING,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
@@ -433,14 +414,16 @@ def prefill_attention_kernel(
         maximum, total, acc = attend_blocks(
             maximum, total, acc, q, pools, page_row, None, head // GROUPS, position, position, begin,
             cut, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+            None,
         )  # fmt: skip
         begin = cut
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, pools, page_row, None, head // GROUPS, position, position, begin,
         visible_to_all, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, FIRST > 0, FIRST,
+        None,
     )  # fmt: skip
     maximum, total, acc = attend_blocks(
         maximum, total, acc, q, pools, page_row, None, head // GROUPS, position, position,
-        visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST,
+        visible_to_all, end, scale, K, D, PAGE, BLOCK, BLOCK_D, SLIDING, SOFTCAP, True, FIRST, None,
     )  # fmt: skip
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_mask)

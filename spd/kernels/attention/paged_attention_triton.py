@@ -1,11 +1,11 @@
 """Triton twin of `paged_attention`: split-KV attention whose splits are fixed by the absolute
 position.
 
-A plan kernel lists the (slot, chunk) pairs that hold context, a persistent grid attends to each
-chunk separately, and a last kernel combines a row's chunks in their order. A row's bits depend on
-its query, its position and the keys up to it: other rows only add tiles, chunks that the row never
-reads, or keys that are masked and add exact zeros. Chunks before a layer's sliding window are not
-listed, so every window has its own list.
+A plan kernel lists runs of a slot's chunks that hold context, the programs of a grid attend to them
+in turn, each chunk separately, and the last one of a tile of rows combines the chunks in their
+order. A row's bits depend on its query, its position and the keys up to it: other rows only add
+tiles, chunks that the row never reads, or keys that are masked and add exact zeros. Chunks before a
+layer's sliding window are not listed, so every window has its own list.
 
 For a prompt chunk a program attends a tile of one head's rows to all their keys: bits depend on the
 rows and the start alone. Source: Dao 2023 (FlashAttention-2).
@@ -21,20 +21,18 @@ import torch
 from torch import Tensor
 
 from spd.kernels.attention.attention_chunks import (
-    CODE_CHUNKS,
-    LARGE_CHUNK,
     LARGE_FROM,
-    SMALL_CHUNK,
+    TWICE_FROM,
     num_chunks,
+    small_chunk,
 )
 from spd.kernels.attention.attention_kernels_triton import (
-    LOG2_E,
     attend_chunk_kernel,
-    combine_chunks_kernel,
-    plan_attention_kernel,
     prefill_attention_kernel,
 )
+from spd.kernels.attention.attention_plan_triton import plan_attention_kernel
 from spd.kernels.attention.cache_rows_triton import KvPools
+from spd.kernels.attention.combine_triton import LOG2_E, combine_chunks_kernel
 from spd.kernels.attention.paged_attention import (
     AttentionHeads,
     AttentionParams,
@@ -55,8 +53,10 @@ KEY_BLOCK = 64
 """Keys that a tile is multiplied by at a time; see `tile_shape`."""
 RESERVED_BYTES = 4096
 """Shared memory reserved for sums across a program's threads."""
-PROGRAMS_A_PROCESSOR = 2
-"""Programs whose shared memory fits a processor at a time."""
+MAX_PROGRAMS = 2
+"""The most programs a processor: more would only share the memory's rate."""
+PROGRAM_BYTES = 1024
+"""Shared memory that each program takes besides its own, of which none is left for one more."""
 WARPS = (8, 4)
 """Warps of a program, on other devices and on Hopper.
 
@@ -65,20 +65,34 @@ Four warps' registers hold a tile's sums on Hopper only, for heads of at most `W
 WIDE = 256
 """Elements of a head."""
 COMBINED_VALUES = 4096
-"""Values that a warp combines at a time; more need too many registers."""
+"""Values of a row that make a block of chunks; a block's sums are added to those before it."""
 COMBINED_CHUNKS = (16, 32)
-"""The minimum and the maximum of chunks that a warp combines at a time."""
+"""The minimum and the maximum of chunks of such a block."""
+LAST_COMBINES = True
+"""True if the last program of a tile combines its chunks, False if a second launch does.
+
+A launch takes as long as a program takes for 20 rows of about 2,000 positions.
+"""
+LAST_VALUES = 2048
+"""Values of the rows that the last program combines at a time."""
+LAST_ROWS = (4, 16)
+"""The minimum and the maximum of such rows."""
+MAX_RUN_PAGES = 32
+"""Pages of a run: their ids are in a warp's registers."""
 PLANNED_CHUNKS = 128
-"""Chunks that the plan's kernel lists at a time."""
+"""Runs that the plan's kernel lists at a time."""
+PLANNED_SLOTS = 128
+"""Slots whose contexts one of its warps compares."""
 
 
 @dataclass(frozen=True)
 class ChunkList:
-    """Chunks to attend, on the device: items [0, count)."""
+    """Runs of chunks to attend, on the device: items [0, counts[0])."""
 
     last: Tensor  # [S] int32: the last valid position, -1 if none
-    items: Tensor  # [S * max_chunks] int32: slot << 16 | chunk
-    count: Tensor  # [1] int32
+    runs: Tensor  # [S] int32: runs of the slot
+    items: Tensor  # [S * max_chunks] int32: slot << 16 | first chunk
+    counts: Tensor  # [3] int32: items, chunks of a run, and turns that were asked for
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class SplitPlan(AttentionPlan):
     partial: Tensor
     """[S, max_chunks, K, Q * H / K, D] float32: values weighted by exp2(score - maximum)."""
     stats: Tensor  # [S, max_chunks, K, Q * H / K, 2] float32: maximum and sum of the weights
+    arrived: Tensor  # [S * K * tiles] int32: runs of a tile of rows that have ended
     heads: AttentionHeads
     page_size: int
     max_chunks: int
@@ -136,9 +151,22 @@ def tile_shape(
 
 
 def chunk_constants(heads: AttentionHeads) -> dict[str, int]:
-    """Return the chunk sizes as constants of a kernel."""
-    factor = CODE_CHUNKS if heads.rounded else 1
-    return {"SMALL": SMALL_CHUNK * factor, "LARGE": LARGE_CHUNK * factor, "FROM": LARGE_FROM}
+    """Return the chunks' size and borders as constants of a kernel."""
+    small = small_chunk(rounded=heads.rounded)
+    return {"SMALL": small, "TWICE_FROM": TWICE_FROM, "LARGE_FROM": LARGE_FROM}
+
+
+def programs_that_fit(device: Device, program_bytes: int) -> int:
+    """Return how many programs of so much shared memory the device runs at the same time."""
+    fitting = (device.shared + PROGRAM_BYTES) // (program_bytes + PROGRAM_BYTES)
+    return device.processors * max(1, min(MAX_PROGRAMS, fitting))
+
+
+def run_pages(page_size: int, heads: AttentionHeads) -> tuple[int, int]:
+    """Return the most chunks of a run, and the most pages that it may lie on, a power of two."""
+    large = 4 * small_chunk(rounded=heads.rounded)
+    chunks = max(1, min(8, MAX_RUN_PAGES * page_size // large))
+    return chunks, power_of_two(ceil_div(chunks * large, page_size) + (page_size > large // 4))
 
 
 def plan_attention(
@@ -159,6 +187,10 @@ def plan_attention(
     capacity = windows.page_table.shape[1] * page_size
     max_chunks = num_chunks(capacity, rounded=heads.rounded)
     results = slots * max_chunks * heads.num_heads * width
+    properties = device_properties(device)
+    rows, keys, stages = tile_shape(dtype, heads.head_dim, properties, rounded=heads.rounded)
+    tiles = heads.num_kv_heads * ceil_div(width * heads.num_heads // heads.num_kv_heads, rows)
+    row_bytes = max(16, power_of_two(heads.head_dim)) * dtype.itemsize
 
     def empty(dtype: torch.dtype, size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -171,35 +203,48 @@ def plan_attention(
         {
             sliding: ChunkList(
                 last=empty(torch.int32, slots),
+                runs=empty(torch.int32, slots),
                 items=empty(torch.int32, slots * max_chunks),
-                count=empty(torch.int32, 1),
+                counts=empty(torch.int32, 3),
             )
             for sliding in heads.sliding
         },
         partial=empty(torch.float32, results * heads.head_dim),
         stats=empty(torch.float32, results * 2),
+        arrived=empty(torch.int32, slots * tiles),
         heads=heads,
         page_size=page_size,
         max_chunks=max_chunks,
-        programs=PROGRAMS_A_PROCESSOR * device_properties(device).processors,
+        programs=programs_that_fit(properties, (rows + 2 * keys * stages) * row_bytes),
     )
-    sizes = {"SLOTS": power_of_two(slots), "BLOCK": PLANNED_CHUNKS, "num_warps": 1}
+    _list_runs(plan, slots, width, tiles)
+    return plan
+
+
+def _list_runs(plan: SplitPlan, slots: int, width: int, tiles: int) -> None:
+    """Launch the plan's kernel for each of its lists; tiles: of rows, of all key heads of a slot."""
     for sliding, chunks in plan.lists.items():
         plan_attention_kernel[(slots,)](
             plan.positions,
             plan.valid,
             plan.row_last,
             chunks.last,
+            chunks.runs,
             chunks.items,
-            chunks.count,
+            chunks.counts,
+            plan.arrived,
             slots,
             width,
-            max_chunks,
+            plan.max_chunks,
+            tiles,
+            plan.programs,
             SLIDING=sliding,
-            **sizes,
-            **chunk_constants(heads),
+            MAX_RUN=run_pages(plan.page_size, plan.heads)[0],
+            SLOTS=power_of_two(slots),
+            BLOCK=PLANNED_CHUNKS,
+            num_warps=max(1, power_of_two(slots) // PLANNED_SLOTS),
+            **chunk_constants(plan.heads),
         )
-    return plan
 
 
 def score_scale(params: AttentionParams) -> float:
@@ -214,20 +259,22 @@ def attend_chunks(
     pools: Sequence[KvPools | Tensor | None],
     plan: SplitPlan,
     params: AttentionParams,
+    programs: int,
     **options: Any,
 ) -> None:
-    """Launch a kernel over the listed chunks of all slots; it writes to the plan's buffers."""
+    """Launch a kernel over the listed runs of all slots; it writes to the plan's buffers."""
     slots, width = query.shape[:2]
     chunks = plan.lists[params.sliding]
     table = plan.page_table
-    kernel[(plan.programs,)](
+    kernel[(programs,)](
         query.contiguous(),
         *pools,
         table,
         plan.positions,
         chunks.last,
+        chunks.runs,
         chunks.items,
-        chunks.count,
+        chunks.counts,
         plan.partial,
         plan.stats,
         score_scale(params),
@@ -243,14 +290,20 @@ def attend_chunks(
     )
 
 
+def combined_chunks(size: int) -> int:
+    """Return the chunks that are combined at a time, of rows of `size` values."""
+    min_chunks, max_chunks = COMBINED_CHUNKS
+    return max(min_chunks, min(max_chunks, COMBINED_VALUES // power_of_two(size)))
+
+
 def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options: Any) -> Tensor:
     """Fill out [S, Q, H, D] with the sums of each row's chunks and its head's sink [H].
 
     Return it.
     """
     slots, width, heads, size = out.shape
-    min_chunks, max_chunks = COMBINED_CHUNKS
-    combine_chunks_kernel[(heads, slots * width)](
+    key_heads = options["K"]
+    combine_chunks_kernel[(slots * key_heads, width * heads // key_heads)](
         plan.partial,
         plan.stats,
         plan.positions,
@@ -260,7 +313,8 @@ def combine_chunks(out: Tensor, plan: SplitPlan, sinks: Tensor | None, **options
         out,
         width,
         plan.max_chunks,
-        BLOCK=max(min_chunks, min(max_chunks, COMBINED_VALUES // power_of_two(size))),
+        BLOCK=combined_chunks(size),
+        ROWS=1,
         **options,
         **chunk_constants(plan.heads),
         **pdl_options(out.device),
@@ -279,22 +333,33 @@ def paged_attention(
     kv_heads = plan.heads.num_kv_heads
     device = device_properties(query.device)
     tile, block, stages = tile_shape(query.dtype, size, device, rounded=len(pools) > 2)
+    padded = max(16, power_of_two(size))
     shape: dict[str, Any] = {"K": kv_heads, "GROUPS": num_heads // kv_heads, "D": size}
-    shape |= {"BLOCK_D": max(16, power_of_two(size)), "SLIDING": params.sliding}
+    shape |= {"BLOCK_D": padded, "SLIDING": params.sliding}
     tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
-    warps = WARPS[device.capability[0] == 9 and size <= WIDE]
+    min_rows, max_rows = LAST_ROWS
+    out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
     attend_chunks(
         kernel=attend_chunk_kernel,
         query=query,
         pools=(KvPools.of(pools),),
         plan=plan,
         params=params,
+        programs=plan.programs,
+        valid=plan.valid,
         row_last=plan.row_last,
-        num_warps=warps,
+        sinks=params.sinks,
+        arrived=plan.arrived,
+        out=out if LAST_COMBINES else None,
+        PAGES=run_pages(plan.page_size, plan.heads)[1],
+        COMBINED=combined_chunks(size),
+        COMBINED_ROWS=max(min_rows, min(max_rows, LAST_VALUES // padded)),
+        num_warps=WARPS[device.capability[0] == 9 and size <= WIDE],
         **tiles,
         **shape,
     )
-    out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
+    if LAST_COMBINES:
+        return out
     return combine_chunks(out, plan, params.sinks, num_warps=1 + (size > WIDE), **shape)
 
 

@@ -16,13 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spd.kernels.arrivals_triton import next_turn
 from spd.kernels.attention.attention_kernels_triton import (
-    EMPTY_MAXIMUM,
-    LOG2_E,
     is_not_finite,
+    load_item,
     mask_scores,
 )
+from spd.kernels.attention.attention_plan_triton import chunk_begin
 from spd.kernels.attention.cache_rows_triton import codes_of, entry_scales, weight_type
+from spd.kernels.attention.combine_triton import EMPTY_MAXIMUM, LOG2_E
 from spd.kernels.attention.paged_attention import AttentionParams, AttentionPlan
 from spd.kernels.attention.paged_attention_triton import (
     RESERVED_BYTES,
@@ -30,6 +32,7 @@ from spd.kernels.attention.paged_attention_triton import (
     SplitPlan,
     attend_chunks,
     combine_chunks,
+    programs_that_fit,
 )
 from spd.kernels.attention.rotary_store import RotatedRows, count_pairs
 from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options, power_of_two
@@ -46,6 +49,8 @@ memory.
 """
 KEY_BLOCK = 32
 """Positions that a tile attends to at a time."""
+FEW_HEADS = 16
+"""Heads of which a window's tiles hold one query's: more rows would mostly be padding."""
 WARPS = 8
 
 
@@ -236,29 +241,31 @@ def attend_latents(
     do_not_specialize_on_alignment=["page_table", "positions"],
 )
 def attend_latent_chunk_kernel(
-    query, pool, scales, page_table, positions, last, items, count, partial, stats, scale, slots, queries,
-    pages, max_chunks,
+    query, pool, scales, page_table, positions, last, runs, items, counts, partial, stats, scale, slots,
+    queries, pages, max_chunks,
     H: tl.constexpr, L: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, SMALL: tl.constexpr,
-    LARGE: tl.constexpr, FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    TWICE_FROM: tl.constexpr, LARGE_FROM: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend TILE rows (a slot's queries by heads) to one chunk, item by item.
+    """Attend TILE rows (a slot's queries by heads) to runs of chunks, turn by turn.
 
     See `attend_chunk_kernel`.
     """
     wait_and_release(PDL)
-    FEW: tl.constexpr = FROM // SMALL
     HALF: tl.constexpr = BLOCK_L // 2
     rows = queries * H
     tiles = tl.cdiv(rows, TILE)
     rope_column = tl.arange(0, BLOCK_R)
     max_items = slots * max_chunks
-    first = tl.program_id(0) // tiles
-    item = tl.load(items + first, mask=first < max_items, other=0)
-    for work in range(tl.program_id(0), tl.load(count) * tiles, tl.num_programs(0)):
+    num_tiles = tl.load(counts) * tiles
+    run = tl.load(counts + 1)
+    tile = tl.program_id(0)
+    item = load_item(items, tile, tiles, max_items)
+    next_tile = next_turn(counts + 2, num_tiles)
+    while tile < num_tiles:
         slot = (item >> 16).to(tl.int64)
-        chunk = item & 0xFFFF
-        first_row = (work % tiles) * TILE
+        first_chunk = item & 0xFFFF
+        first_row = (tile % tiles) * TILE
         row = first_row + tl.arange(0, TILE)
         inside = row < rows
         token = slot * queries + row // H
@@ -268,22 +275,27 @@ def attend_latent_chunk_kernel(
         query_b = load_half(source, inside, HALF, L, R, TILE, HALF)
         at = source + L + ((tl.arange(0, TILE) * (L + R))[:, None] + rope_column[None, :])
         query_rope = tl.load(at, mask=inside[:, None] & (rope_column < R)[None, :], other=0.0)
-        begin = tl.where(chunk < FEW, chunk * SMALL, FROM + (chunk - FEW) * LARGE)
-        next_index = (work + tl.num_programs(0)) // tiles
-        item = tl.load(items + next_index, mask=next_index < max_items, other=0)
-        end = tl.minimum(begin + tl.where(chunk < FEW, SMALL, LARGE), tl.load(last + slot) + 1)
-        maximum, total, sums_a, sums_b = attend_latents(
-            tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
-            tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a, query_b,
-            query_rope, pool, scales, page_table + slot * pages, row_position, begin, end, scale, L, R, PAGE,
-            BLOCK, HALF, BLOCK_R, FIRST,
-        )  # fmt: skip
-        to = (slot * max_chunks + chunk) * rows + first_row
-        store_half(partial + to * L, sums_a, inside, 0, L, TILE, HALF)
-        store_half(partial + to * L, sums_b, inside, HALF, L, TILE, HALF)
-        row_stats = stats + to * 2 + tl.arange(0, TILE) * 2
-        tl.store(row_stats, maximum, mask=inside)
-        tl.store(row_stats + 1, total, mask=inside)
+        last_position = tl.load(last + slot)
+        tile = next_tile
+        item = load_item(items, tile, tiles, max_items)
+        next_tile = next_turn(counts + 2, num_tiles)
+        for chunk in range(first_chunk, tl.minimum(first_chunk + run, max_chunks)):
+            begin = chunk_begin(chunk, SMALL, TWICE_FROM, LARGE_FROM)
+            end = tl.minimum(
+                chunk_begin(chunk + 1, SMALL, TWICE_FROM, LARGE_FROM), last_position + 1
+            )
+            maximum, total, sums_a, sums_b = attend_latents(
+                tl.full((TILE,), EMPTY_MAXIMUM, tl.float32), tl.zeros((TILE,), tl.float32),
+                tl.zeros((TILE, HALF), tl.float32), tl.zeros((TILE, HALF), tl.float32), query_a,
+                query_b, query_rope, pool, scales, page_table + slot * pages, row_position, begin,
+                end, scale, L, R, PAGE, BLOCK, HALF, BLOCK_R, FIRST,
+            )  # fmt: skip
+            to = (slot * max_chunks + chunk) * rows + first_row
+            store_half(partial + to * L, sums_a, inside, 0, L, TILE, HALF)
+            store_half(partial + to * L, sums_b, inside, HALF, L, TILE, HALF)
+            row_stats = stats + to * 2 + tl.arange(0, TILE) * 2
+            tl.store(row_stats, maximum, mask=inside)
+            tl.store(row_stats + 1, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "start"], do_not_specialize_on_alignment=["page_row"])
@@ -348,6 +360,18 @@ def tile_shape(
     return ROW_TILE // 4, KEY_BLOCK // 2, 1
 
 
+def window_tile(
+    dtype: torch.dtype, heads: int, latent: int, device: Device, *, rounded: bool
+) -> tuple[int, int, int]:
+    """Return `tile_shape` for windows, whose tiles are short where there are few heads."""
+    if heads <= FEW_HEADS and dtype.itemsize == 2 and not rounded:
+        room = (device.shared - RESERVED_BYTES) // (latent * dtype.itemsize) - FEW_HEADS
+        for keys in (2 * KEY_BLOCK, KEY_BLOCK):
+            if room >= 2 * keys:
+                return FEW_HEADS, keys, min(3, room // keys)
+    return tile_shape(dtype, latent, device, rounded=rounded)
+
+
 def latent_store(
     query: Tensor,
     latent: Tensor,
@@ -390,16 +414,15 @@ def latent_store(
     return rotated_query
 
 
-def _shape_constants(query: Tensor, pages: Tensor, rank: int) -> dict[str, int]:
-    """Return constants and launch options of both attention kernels."""
+def _shape_constants(
+    query: Tensor, pages: Tensor, rank: int, tile: tuple[int, int, int]
+) -> dict[str, int]:
+    """Return constants and launch options of both attention kernels, for a tile's shape."""
     heads, size = query.shape[-2:]
-    page_size = pages.shape[1]
-    device = device_properties(query.device)
-    is_rounded = pages.dtype == torch.int8
-    tile, keys, stages = tile_shape(query.dtype, size, device, rounded=is_rounded)
-    keys = min(keys, page_size)
-    assert page_size % keys == 0
-    shape = {"H": heads, "L": rank, "R": size - rank, "TILE": tile, "BLOCK": keys}
+    rows, keys, stages = tile
+    keys = min(keys, pages.shape[1])
+    assert pages.shape[1] % keys == 0
+    shape = {"H": heads, "L": rank, "R": size - rank, "TILE": rows, "BLOCK": keys}
     shape |= {"BLOCK_L": max(32, power_of_two(rank)), "BLOCK_R": max(16, power_of_two(size - rank))}
     return shape | {"num_warps": WARPS, "num_stages": stages}
 
@@ -416,14 +439,19 @@ def mla_attention(
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], (pages, scales), plan, rank, scale)[None]
     assert isinstance(plan, SplitPlan)
-    slots, width, heads, _ = query.shape
-    shape = _shape_constants(query, pages, rank)
+    slots, width, heads, size = query.shape
+    device = device_properties(query.device)
+    tile = window_tile(query.dtype, heads, size, device, rounded=scales is not None)
+    shape = _shape_constants(query, pages, rank, tile)
+    rows, keys, stages = tile
+    program_bytes = (rows * query.itemsize + keys * stages * pages.itemsize) * size
     attend_chunks(
         kernel=attend_latent_chunk_kernel,
         query=query,
         pools=(pages, scales),
         plan=plan,
         params=AttentionParams(scale),
+        programs=programs_that_fit(device, program_bytes),
         **shape,
     )
     out = torch.empty((slots, width, heads, rank), dtype=query.dtype, device=query.device)
@@ -442,9 +470,11 @@ def _attend_prompt(
 
     pools: the pages, and the scales of those that are codes.
     """
-    rows, heads, _ = query.shape
+    rows, heads, latent = query.shape
     pages, scales = pools
-    shape = _shape_constants(query, pages, rank)
+    device = device_properties(query.device)
+    tile = tile_shape(query.dtype, latent, device, rounded=scales is not None)
+    shape = _shape_constants(query, pages, rank, tile)
     out = torch.empty((rows, heads, rank), dtype=query.dtype, device=query.device)
     prefill_latent_kernel[(ceil_div(rows * heads, shape["TILE"]),)](
         query.contiguous(),
