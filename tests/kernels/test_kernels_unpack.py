@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from spd.kernels.linear import unpack_triton
 from spd.kernels.linear.few_bits import decode_codes
+from spd.kernels.linear.tiled_weight import SWAPPED_KINDS
 
 MASK = 0xFFFFFFFF
 
@@ -28,6 +29,14 @@ def permuted(a: int, b: int, order: int) -> int:
     return int.from_bytes(bytes(chosen), "little")
 
 
+def combined(a: int, b: int, c: int, table: int) -> int:
+    """Compute PTX's lop3: each bit is that of a table, at the place that the three bits name."""
+    places = [a >> bit & 1 | (b >> bit & 1) << 1 | (c >> bit & 1) << 2 for bit in range(32)]
+    # PTX counts a as the highest of the three.
+    orders = [(place & 1) << 2 | place & 2 | place >> 2 for place in places]
+    return sum((table >> order & 1) << bit for bit, order in enumerate(orders))
+
+
 def pair(word: int, dtype: torch.dtype) -> Tensor:
     return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.int16).view(dtype).double()
 
@@ -41,9 +50,11 @@ def fused(a: int, b: int, c: int, dtype: torch.dtype) -> int:
     return int(low | high << 16)
 
 
-def executed(text: str, codes: int, zeros: int, dtype: torch.dtype, upper: int = 0) -> list[float]:
+def executed(
+    text: str, codes: int, zeros: int, dtype: torch.dtype, upper: int = 0, lift: int = 0
+) -> list[float]:
     """Return the four numbers that PTX computes from four bytes."""
-    registers: dict[str, int] = {"$2": codes, "$3": zeros, "$4": upper}
+    registers: dict[str, int] = {"$2": codes, "$3": zeros, "$4": upper, "$5": lift}
     steps: dict[str, Any] = {
         "mov": lambda a: a,
         "and": lambda a, b: a & b,
@@ -52,6 +63,7 @@ def executed(text: str, codes: int, zeros: int, dtype: torch.dtype, upper: int =
         "shl": lambda a, by: a << by,
         "shr": lambda a, by: a >> by,
         "prmt": permuted,
+        "lop3": combined,
         "fma": lambda a, b, c: fused(a, b, c, dtype),
     }
     for line in text.strip("{ }").split(";")[1:]:
@@ -66,7 +78,7 @@ def executed(text: str, codes: int, zeros: int, dtype: torch.dtype, upper: int =
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("high", [False, True], ids=["low", "high"])
-@pytest.mark.parametrize("kind", ["int4", "e2m1", "e4m3", "iq4", "mx4"])
+@pytest.mark.parametrize("kind", ["int4", "nibble", "e2m1", "e4m3", "iq4", "mx4"])
 def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> None:
     if kind == "e4m3" and high:
         pytest.skip("a code fills its byte")
@@ -79,11 +91,17 @@ def test_every_code_is_its_number(kind: Any, high: bool, dtype: torch.dtype) -> 
         else:
             codes = codes >> 4 if high else codes & 15
         code_bytes = codes.tolist() if kind == "e4m3" else some
-        for zero in (0, 8, 15) if kind == "int4" else (0,):
-            right = codes.double() - zero if kind == "int4" else decode_codes(kind, codes).double()
-            result = executed(
-                text, int.from_bytes(bytes(code_bytes), "little"), zero * 0x01010101, dtype
-            )
+        if kind in SWAPPED_KINDS:
+            code_bytes = [some[place] for place in (0, 2, 1, 3)]
+        is_integer = kind in ("int4", "nibble")
+        for zero in (0, 8, 15) if is_integer else (0,):
+            right = codes.double() - zero if is_integer else decode_codes(kind, codes).double()
+            word = int.from_bytes(bytes(code_bytes), "little")
+            lift = unpack_triton.LIFTS[dtype == torch.float16] * 0x00010001
+            less = zero * 0x01010101
+            if kind == "int4":
+                less = (lift | 0x80008000) + zero * 0x00010001
+            result = executed(text, word, less, dtype, lift=lift)
             assert result == right.tolist(), (first, zero)
 
 

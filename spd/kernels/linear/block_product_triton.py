@@ -20,6 +20,7 @@ from spd.kernels.linear.weight_operands_triton import (
     load_tokens,
     load_weights,
     per_byte,
+    swaps_middle_bytes,
     tile_columns,
     upper_bits,
     upper_byte,
@@ -98,7 +99,10 @@ def block_values(weight, column, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOC
     BITS: tl.constexpr = number_bits(weight.scales.dtype.element_ty, GROUP_K)
     tile = column // TILE_K
     if per_byte(CODE) == 2:
-        code = tl.load(weight.stored + tile // 2 * TILE_K + column % TILE_K)
+        byte = column % TILE_K
+        if swaps_middle_bytes(CODE):
+            byte = byte // 4 * 4 + byte % 2 * 2 + byte // 2 % 2
+        code = tl.load(weight.stored + tile // 2 * TILE_K + byte)
         code = code >> (tile % 2 * 4).to(tl.uint8) & 15
     else:
         code = tl.load(weight.stored + column)

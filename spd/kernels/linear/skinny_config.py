@@ -33,12 +33,14 @@ NARROW_TILES: TokenTileLimits = MappingProxyType({})
 
 PROGRAMS = 128
 """Programs that fill the device: about one for each multiprocessor of the largest devices."""
-BYTE_WEIGHT_PROGRAMS = 1024
-"""Programs that fill the device where weights are bytes.
+BYTE_WEIGHT_PROGRAMS = (1024, 768)
+"""Programs that fill the device where weights are bytes, by steps of 128 columns and of 256.
 
 They have two warps and half the rows, so that several share a multiprocessor: while one converts,
-another multiplies.
+another multiplies. Of those with long steps six fit, on an H200 768 of all parts at the same time.
 """
+CHUNK_STEP = 128
+"""Columns of a step where many tokens are multiplied: their tile takes most of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +77,25 @@ def config_for(
     """Return the config for a weight [n, k] of `itemsize` bytes a value, `step` columns at a time.
 
     Measured on an H200 with bfloat16 weights: tiles of 64 rows, narrower ones for short weights,
-    256 bytes of a row a step, 128 where values are bytes; K is split only where there are fewer
-    than `PROGRAMS` / 2 tiles; the fewer programs share a multiprocessor, the more stages each needs
-    in flight.
+    256 bytes of a row a step; K is split only where there are fewer than `PROGRAMS` / 2 tiles; the
+    fewer programs share a multiprocessor, the more stages each needs in flight.
     """
     block_n = max(
         16, min(64 if n >= 2048 and itemsize > 1 else 32, 1 << max(0, n - 1).bit_length())
     )
-    block_k = max(
-        16, min(128 if itemsize == 1 else 256 // itemsize, 1 << max(0, k - 1).bit_length())
-    )
-    block_k = step or block_k
+    widest = 128 if itemsize == 1 and k % 256 else 256 // itemsize
+    block_k = step or max(16, min(widest, 1 << max(0, k - 1).bit_length()))
     tiles = -(-n // block_n)
     if itemsize == 1:
-        split_k = max(1, min(BYTE_WEIGHT_PROGRAMS // tiles, 8, k // (4 * block_k)))
+        is_long = block_k > 128
+        programs = BYTE_WEIGHT_PROGRAMS[is_long]
+        split_k = max(1, min(programs // tiles, 8, k // (4 * block_k)))
         return LinearConfig(
             block_n=block_n,
             block_k=block_k,
             split_k=split_k,
             warps=2,
-            stages=4 if split_k == 1 else 3,
+            stages=3 if is_long or split_k > 1 else 4,
         )
     split_k = 1 if tiles >= PROGRAMS // 2 else max(1, min(PROGRAMS // tiles, 4, k // (4 * block_k)))
     if split_k > 1 or tiles > PROGRAMS:
@@ -144,9 +145,16 @@ def gate_up_config(config: LinearConfig, n: int) -> LinearConfig:
 
 
 def chunk_config(
-    config: LinearConfig, device: Device, *, has_minima: bool = False, has_short_tiles: bool = False
+    config: LinearConfig,
+    device: Device,
+    *,
+    step: int,
+    has_minima: bool = False,
+    has_short_tiles: bool = False,
 ) -> LinearConfig:
     """Return the config for a prompt chunk by a weight of bytes, which is compute-bound.
+
+    step: the columns of a step at least, where a byte holds codes of two of them.
 
     Tokens are added up beside products where groups have minima: half of them, where a warp's
     registers hold all sums. Tensor memory has no room for the many sums of short tiles, which rows
@@ -156,7 +164,11 @@ def chunk_config(
     block_t = TOKEN_TILES[-2] if is_narrow else TOKEN_TILES[-1]
     in_registers = has_short_tiles and device.capability[0] in TENSOR_MEMORY_ARCHITECTURES
     block_n = 32 if in_registers else 64
-    return replace(config, block_n=block_n, split_k=1, warps=4, stages=3, block_t=block_t)
+    block_k = max(step, min(CHUNK_STEP, config.block_k))
+    stages = _fit_stages(3, _step_bytes(block_n, block_t, block_k, itemsize=1), device)
+    return LinearConfig(
+        block_n=block_n, block_k=block_k, split_k=1, warps=4, stages=stages, block_t=block_t
+    )
 
 
 def workspace_sizes(n: int, rows: int, config: LinearConfig) -> tuple[int, int]:

@@ -17,12 +17,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from spd.kernels.arrivals_triton import last_to_arrive
+from spd.kernels.capabilities import SUPER_BLOCK
 from spd.kernels.linear.skinny_product_triton import activated, gate_and_up, part_of_k, product
 from spd.kernels.linear.weight_operands_triton import (
+    parameters_of_rows,
     per_byte,
     row_pointers,
     row_width,
     rows_of_weight,
+    scale_width,
+    scaled_columns,
 )
 from spd.kernels.overlap_triton import prefetch, release, wait
 from spd.kernels.sampling.philox import STREAM_TARGET
@@ -37,6 +42,7 @@ from spd.kernels.sampling.philox_triton import (
 )
 
 STREAM = tl.constexpr(STREAM_TARGET)
+_SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
 
 
 @triton.jit
@@ -51,6 +57,27 @@ def prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL):
         begin, _ = part_of_k(k, BLOCK_K, SPLIT_K)
         line = begin // per_byte(CODE) + tl.arange(0, LINES) * LINE
         prefetch(weight_rows + tl.minimum(line, row_width(k, BLOCK_K, CODE) - 1)[None, :])
+
+
+@triton.jit
+def prefetch_scales(weight, first, n, k, GROUP_K, CODE, BLOCK_N, BLOCK_K, SPLIT_K, PDL):
+    """Prefetch what scales a tile's first columns, as `prefetch_weights` does."""
+    if PDL and weight.scales is not None:
+        row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
+        moved = parameters_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
+        column, _ = part_of_k(k, BLOCK_K, SPLIT_K)
+        place = 0
+        if GROUP_K > 0:
+            width = scale_width(weight.scales, k, GROUP_K, BLOCK_K)
+            numbered = scaled_columns(weight.scales.dtype, GROUP_K, BLOCK_K)
+            place = tl.minimum(column // numbered, width - 1)
+        prefetch(moved.scales + place)
+        if weight.zeros is not None:
+            prefetch(moved.zeros + place)
+        if weight.minima is not None:
+            prefetch(moved.minima + place)
+        if weight.factors is not None:
+            prefetch(moved.factors + column // _SUPER_BLOCK)
 
 
 @triton.jit
@@ -113,15 +140,6 @@ def sum_partials(
     return total
 
 
-@triton.jit
-def last_to_arrive(counters, tile, SPLIT_K: tl.constexpr):
-    """True if all other parts of the tile are in the workspace; their sums are visible then."""
-    tl.debug_barrier()
-    last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT_K - 1
-    tl.store(counters + tile, 0, mask=last)
-    return last
-
-
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     weight, x, y, bias, squares, residual, squares_out, partials, counters, rows, n, k, y_stride,
@@ -137,6 +155,7 @@ def linear_kernel(
     first = tl.program_id(1) * BLOCK_N
     weight_rows = rows_of_weight(weight.stored, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
     prefetch_weights(weight_rows, k, BLOCK_K, SPLIT_K, CODE, PDL)
+    prefetch_scales(weight, first, n, k, GROUP_K, CODE, BLOCK_N, BLOCK_K, SPLIT_K, PDL)
     wait(PDL)
     row_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     row_n = first + tl.arange(0, BLOCK_N)
@@ -202,6 +221,8 @@ def gate_up_kernel(
         CODE,
         PDL,
     )
+    prefetch_scales(weight, first, n, k, GROUP_K, CODE, BLOCK_N, BLOCK_K, SPLIT_K, PDL)
+    prefetch_scales(weight, n + first, 2 * n, k, GROUP_K, CODE, BLOCK_N, BLOCK_K, SPLIT_K, PDL)
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(
@@ -247,6 +268,7 @@ def head_kernel(
     row_n = first + tl.arange(0, BLOCK_N)
     weight_rows = rows_of_weight(weight.stored, first, n, row_width(k, BLOCK_K, CODE), BLOCK_N)
     prefetch_weights(weight_rows, k, BLOCK_K, 1, CODE, PDL)
+    prefetch_scales(weight, first, n, k, GROUP_K, CODE, BLOCK_N, BLOCK_K, 1, PDL)
     wait(PDL)
     if logits is None:
         slot = row_t // window

@@ -38,7 +38,7 @@ from spd.kernels.linear.skinny_linear import (
     pieces_of,
     step_of,
 )
-from spd.kernels.linear.tiled_weight import StackedTiles, TiledWeight
+from spd.kernels.linear.tiled_weight import PAIRED_KINDS, StackedTiles, TiledWeight
 from spd.kernels.linear.weight_operands_triton import WeightOperands
 from spd.kernels.sampling.philox_triton import choose_kernel
 
@@ -82,6 +82,11 @@ def operands_of(weight: AnyWeight) -> WeightOperands:
         weight.factors,
         weight.columns,
     )
+
+
+def has_pairs(weight: AnyWeight) -> bool:
+    """True if a byte of a weight holds codes of two columns of a step."""
+    return isinstance(weight, TiledWeight) and weight.kind in PAIRED_KINDS
 
 
 def launch_of(
@@ -198,6 +203,7 @@ def _linear_into(
         config = chunk_config(
             config,
             device_properties(x.device),
+            step=config.block_k if has_pairs(weight) else 0,
             has_minima=operands.minima is not None,
             has_short_tiles=operands.upper is not None,
         )

@@ -64,6 +64,18 @@ def load_zeros(zeros, group, k, GROUP_K: tl.constexpr, CODE: tl.constexpr):
         return load_group(zeros, group, k, GROUP_K)
 
 
+@triton.constexpr_function
+def columns_at_once(code, group, step):
+    """Return the columns of a step that share a half of their bytes and a scale."""
+    return step // 2 if per_byte(code) == 2 or group < step else step
+
+
+@triton.jit
+def load_scale(weight, group, k, GROUP_K: tl.constexpr):
+    """Load a group's scales in float32 [BLOCK_N, 1]."""
+    return load_group(weight.scales, group, k, GROUP_K).to(tl.float32)
+
+
 @triton.jit
 def add_code_product(
     total, weight, x, row_t, rows, start, k, GROUP_K, CODE: tl.constexpr, BLOCK_K, EVEN_K
@@ -73,37 +85,34 @@ def add_code_product(
     A step has a group or a part of one, or a group in each half. Each group's sum is scaled in
     order.
     """
-    HALF: tl.constexpr = BLOCK_K // per_byte(CODE)
+    HALF: tl.constexpr = columns_at_once(CODE, GROUP_K, BLOCK_K)
     DTYPE: tl.constexpr = x.dtype.element_ty
     column = start + tl.arange(0, HALF)
-    tokens = load_tokens(x, weight.columns, row_t, rows, column, k, EVEN_K)
-    if per_byte(CODE) == 2:
-        high_tokens = load_tokens(x, weight.columns, row_t, rows, column + HALF, k, EVEN_K)
     group = start // GROUP_K
     zero = load_zeros(weight.zeros, group, k, GROUP_K, CODE)
-    scale = load_group(weight.scales, group, k, GROUP_K).to(tl.float32)
+    scale = load_scale(weight, group, k, GROUP_K)
+    tokens = load_tokens(x, weight.columns, row_t, rows, column, k, EVEN_K)
     if per_byte(CODE) == 2:
         byte = start // 2 + tl.arange(0, HALF)
         codes = tl.load(weight.stored + byte[None, :], eviction_policy="evict_first")
-        low = code_values(codes, None, zero, False, 0, CODE, DTYPE)
-        part = tl.dot(low, tokens, input_precision="ieee")
-        if GROUP_K < BLOCK_K:
-            total += part * scale
-            zero = load_zeros(weight.zeros, group + 1, k, GROUP_K, CODE)
-            scale = load_group(weight.scales, group + 1, k, GROUP_K).to(tl.float32)
-            high = code_values(codes, None, zero, True, 0, CODE, DTYPE)
-            part = tl.dot(high, high_tokens, input_precision="ieee")
-        else:
-            high = code_values(codes, None, zero, True, 0, CODE, DTYPE)
-            part = tl.dot(high, high_tokens, part, input_precision="ieee")
     else:
         codes = load_weights(weight.stored, column, k, EVEN_K)
-        part = tl.dot(
-            code_values(codes, None, zero, False, 0, CODE, DTYPE),
-            tokens,
-            input_precision="ieee",
-        )
-    return total + part * scale
+    values = code_values(codes, None, zero, False, 0, CODE, DTYPE)
+    part = tl.dot(values, tokens, input_precision="ieee")
+    if HALF < BLOCK_K:
+        tokens = load_tokens(x, weight.columns, row_t, rows, column + HALF, k, EVEN_K)
+        if per_byte(CODE) == 1:
+            codes = load_weights(weight.stored, column + HALF, k, EVEN_K)
+        if GROUP_K < BLOCK_K:
+            total = tl.fma(part, scale, total)
+            zero = load_zeros(weight.zeros, group + 1, k, GROUP_K, CODE)
+            scale = load_scale(weight, group + 1, k, GROUP_K)
+        values = code_values(codes, None, zero, per_byte(CODE) == 2, 0, CODE, DTYPE)
+        if GROUP_K < BLOCK_K:
+            part = tl.dot(values, tokens, input_precision="ieee")
+        else:
+            part = tl.dot(values, tokens, part, input_precision="ieee")
+    return tl.fma(part, scale, total)
 
 
 @triton.jit

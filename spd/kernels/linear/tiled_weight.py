@@ -2,7 +2,9 @@
 
 Codes of four bits are two in a byte, in runs of columns: byte j of a run holds the column j in its
 low half, and the one half a run behind it in the high half. So a kernel multiplies the halves of
-its bytes as they are, and shuffles nothing.
+its bytes as they are, and shuffles nothing. Of every four bytes of int4 the middle two are swapped:
+a mask of a word leaves codes of neighbouring columns 16 bits apart, where a pair of numbers has its
+lower bits (`unpack_triton`).
 
 A weight whose scales are bytes or float16, as GGUF's blocks have them, is read `BLOCK_STEP` columns
 at a time. Half a run is a group, or of codes with upper bits `UPPER_TILE` columns. Upper bits stand
@@ -37,6 +39,8 @@ UPPER_TILE = 16
 """The columns of half a run where codes have upper bits: 8 halves, a bit each, are a step."""
 PAIRED_KINDS = (*FOUR_BIT_KINDS, "int5", "int6")
 """Kinds of which a tile's byte holds the lower four bits of two codes."""
+SWAPPED_KINDS = ("int4",)
+"""Kinds of which the middle two of every four bytes are swapped."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class TiledWeight(Codes):
         """Return the columns that a tile multiplies at a time; None if any number is possible."""
         if self.is_blocked:
             return BLOCK_STEP
-        return tile_step(self.kind, self.group) if self.group else None
+        return tile_step(self.kind, self.group, self.shape[-1]) if self.group else None
 
     @property
     def is_blocked(self) -> bool:
@@ -84,7 +88,8 @@ class TiledWeight(Codes):
             values = codes.float() * self.scales.float()
         else:
             if self.kind in PAIRED_KINDS:
-                codes = _split_halves(codes, tile_step(self.kind, self.group))[..., :width]
+                codes = _split_halves(self.kind, codes, tile_step(self.kind, self.group, width))
+                codes = codes[..., :width]
             values = dequantize(self.kind, codes, self.scales, self.zeros, self.group)
         return (values if self.columns is None else values * self.columns.float()).to(dtype)
 
@@ -111,10 +116,13 @@ class StackedTiles:
         return torch.cat([piece.plain(dtype) for piece in self.pieces])
 
 
-def tile_step(kind: CodeKind, group: int) -> int:
-    """Return the columns of a step: two halves of at most a group each, or a group of at most
-    128."""
-    return 2 * min(64, group) if kind in PAIRED_KINDS else min(128, group)
+def tile_step(kind: CodeKind, group: int, width: int) -> int:
+    """Return the columns of a step: two halves of a row's groups, or one or two groups of bytes.
+
+    A step has 256 columns where that many divide a row of `width`, for a step has its own cost.
+    """
+    most = 256 if width % 256 == 0 else 128
+    return min(most, 2 * group)
 
 
 def block_tile(kind: CodeKind, group: int) -> int:
@@ -137,24 +145,34 @@ def tile_weight(weight: GroupedWeight) -> TiledWeight:
         codes = (codes ^ DEFAULT_ZERO_POINTS["int8"]).view(torch.int8)
         group = 0
     if weight.kind in PAIRED_KINDS:
-        step = tile_step(weight.kind, group)
+        step = tile_step(weight.kind, group, width)
         parts = torch.split(codes.flatten(0, -2), max(1, STRIP_VALUES // width))
-        strips = [_join_halves(unpack_nibbles(part), step, step) for part in parts]
+        strips = [_join_halves(weight.kind, unpack_nibbles(part), step, step) for part in parts]
         codes = torch.cat(strips).view(*codes.shape[:-1], -1)
     return TiledWeight(
         weight.kind, codes, weight.scales, weight.zeros, group, weight.columns, weight.shape
     )
 
 
-def _join_halves(codes: Tensor, run: int, step: int) -> Tensor:
+def _swap_bytes(kind: CodeKind, codes: Tensor) -> Tensor:
+    """Return bytes [..., B] with the middle two of every four swapped, where the kind has them
+    so."""
+    if kind not in SWAPPED_KINDS:
+        return codes
+    fours = codes.view(*codes.shape[:-1], -1, 2, 2)
+    return fours.transpose(-1, -2).flatten(-3)
+
+
+def _join_halves(kind: CodeKind, codes: Tensor, run: int, step: int) -> Tensor:
     """Return codes [N, K] of four bits as bytes of two halves of a run, in whole steps."""
     padded = F.pad(codes, (0, -codes.shape[1] % step))
     low, high = padded.view(codes.shape[0], -1, 2, run // 2).unbind(-2)
-    return (low | high << 4).flatten(-2)
+    return _swap_bytes(kind, (low | high << 4).flatten(-2))
 
 
-def _split_halves(codes: Tensor, run: int) -> Tensor:
+def _split_halves(kind: CodeKind, codes: Tensor, run: int) -> Tensor:
     """Return codes [..., K] of bytes [..., K / 2] that hold two halves of a run."""
+    codes = _swap_bytes(kind, codes)
     runs = codes.view(*codes.shape[:-1], -1, run // 2)
     return torch.stack((runs & 15, runs >> 4), dim=-2).flatten(-3)
 
@@ -171,7 +189,7 @@ def _tile_blocks(weight: GroupedWeight) -> TiledWeight:
         upper_strips = []
         for part in torch.split(codes.flatten(0, -2), max(1, STRIP_VALUES // weight.shape[-1])):
             whole = unpack_nibbles(part) if kind in FOUR_BIT_KINDS else part
-            lower_strips.append(_join_halves(whole & 15, 2 * tile, BLOCK_STEP))
+            lower_strips.append(_join_halves(kind, whole & 15, 2 * tile, BLOCK_STEP))
             if CODE_BITS[kind] > 4:
                 upper_strips.append(_join_upper_bits(whole >> 4, tile, CODE_BITS[kind] - 4))
         leading = codes.shape[:-1]
@@ -220,7 +238,7 @@ def _untile_blocks(weight: TiledWeight) -> GroupedWeight:
     codes = weight.codes
     tile = block_tile(kind, group)
     if kind in PAIRED_KINDS:
-        codes = _split_halves(codes, 2 * tile)[..., :width]
+        codes = _split_halves(kind, codes, 2 * tile)[..., :width]
     if weight.upper is not None:
         bits = CODE_BITS[kind] - 4
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)

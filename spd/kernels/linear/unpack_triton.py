@@ -18,6 +18,16 @@ INTERPRETED = triton.knobs.runtime.interpret
 """True if kernels run in the interpreter, which has no assembler."""
 SIGN_BITS = 0x80008000
 SIGN_BYTES = 0x80808080
+LIFTS = (0x4300, 0x6400)
+"""The bits of 128 in bfloat16 and of 1024 in float16, whose lower bits a code of four bits fills."""
+_BFLOAT_LIFT = tl.constexpr(LIFTS[0])
+_HALF_LIFT = tl.constexpr(LIFTS[1])
+PINNED_ROWS = tl.constexpr(64)
+"""The fewest rows of a tile whose int4 bytes are put in order where they were loaded.
+
+Hopper's matrix units take such tiles from registers in pairs of columns, not fours, and Triton may
+convert them there. What is not pure stays in its place.
+"""
 IQ4_SIZES = tuple(
     int.from_bytes(bytes(map(abs, IQ4_VALUES[first : first + 4])), "little")
     for first in range(0, 16, 4)
@@ -37,13 +47,14 @@ def uses_packed_instructions(dtype):
 def conversion_assembly(kind, high, half, upper_shift=0):
     """Return PTX that converts four bytes $2 to four numbers $0 $1; integers are less the bytes $3.
 
-    kind: int4 to int6, iq4, e2m1 or mx4, of each byte's high half or its low one, or e4m3. half:
-    float16, not bfloat16. upper_shift: where in bytes $4 the upper bits of int5 and int6 are.
+    kind: int4 to int6, iq4, e2m1 or mx4, of each byte's high half or its low one, or e4m3; nibble is
+    int4 whose bytes are in order. half: float16, not bfloat16. upper_shift: where in bytes $4 the
+    upper bits of int5 and int6 are. For int4 see `pair_lines`.
     """
     fma = f"fma.rn.{'f16x2' if half else 'bf16x2'} w, w, a, b;"
     unit_pair, lift = (0x3C003C00, 0x64646464) if half else (0x3F803F80, 0x43434343)
     lines = ["shr.u32 c, $2, 4;" if high else "mov.b32 c, $2;"]
-    if kind in ("int4", "int5", "int6", "iq4"):
+    if kind in ("nibble", "int5", "int6", "iq4"):
         lines += ["mov.b32 z, $3;", "and.b32 c, c, 0x0f0f0f0f;"]
     if kind in ("int5", "int6"):
         mask = 0x01010101 if kind == "int5" else 0x03030303
@@ -52,7 +63,10 @@ def conversion_assembly(kind, high, half, upper_shift=0):
     if kind == "iq4":
         lines += table_lines()
     for out, order in enumerate((0x4140, 0x4342)):
-        if kind in ("int4", "int5", "int6", "iq4"):
+        if kind == "int4":
+            lines += pair_lines(4 * high + 8 * out, unit_pair)
+            lines.append(fma)
+        elif kind in ("nibble", "int5", "int6", "iq4"):
             lines += [
                 f"prmt.b32 w, c, {lift}, {order};",
                 f"prmt.b32 b, z, {lift | 0x80808080}, {order};",
@@ -92,6 +106,22 @@ def conversion_assembly(kind, high, half, upper_shift=0):
 
 
 @triton.constexpr_function
+def pair_lines(shift, unit_pair):
+    """Return PTX that makes a pair w of two codes of int4 of word $2, and operands a and b.
+
+    The middle two bytes are swapped. $3 is what is added to both numbers, $5 one of `LIFTS`: a
+    constant would be moved to a register for each of them. A mask and the leading one are a single
+    instruction.
+    """
+    return [
+        f"shr.u32 w, $2, {shift};" if shift else "mov.b32 w, $2;",
+        "lop3.b32 w, w, 0x000f000f, $5, 0xea;",
+        "mov.b32 b, $3;",
+        f"mov.b32 a, {unit_pair};",
+    ]
+
+
+@triton.constexpr_function
 def table_lines():
     """Return PTX that replaces codes c of iq4 by magnitudes, and writes s, whose bits 7 are signs.
 
@@ -127,8 +157,22 @@ def unpack_codes(
 
     upper: bytes that hold upper bits, None where codes have none; see `conversion_assembly`.
     """
-    text: tl.constexpr = conversion_assembly(KIND, HIGH, tl.float16 == DTYPE, UPPER_SHIFT)
-    if upper is not None:
+    IN_ORDER: tl.constexpr = KIND == "int4" and codes.shape[0] >= PINNED_ROWS
+    if IN_ORDER:
+        codes = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, 0x3120;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4
+        )
+    text: tl.constexpr = conversion_assembly(
+        "nibble" if IN_ORDER else KIND, HIGH, tl.float16 == DTYPE, UPPER_SHIFT
+    )
+    if KIND == "int4" and codes.shape[0] < PINNED_ROWS:
+        LIFT: tl.constexpr = _HALF_LIFT if tl.float16 == DTYPE else _BFLOAT_LIFT
+        lift = tl.full((1, 1), LIFT, tl.uint16)
+        less = zeros.to(tl.uint16) | (LIFT + 0x8000)
+        bits = tl.inline_asm_elementwise(
+            text, "=r,=r,r,r,r,r,r", [codes, less, lift], dtype=tl.int16, is_pure=True, pack=4
+        )
+    elif upper is not None:
         bits = tl.inline_asm_elementwise(
             text, "=r,=r,r,r,r", [codes, zeros, upper], dtype=tl.int16, is_pure=True, pack=4
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spd.kernels.capabilities import CODE_BITS, SUPER_BLOCK
 from spd.kernels.linear.few_bits import DEFAULT_ZERO_POINTS
-from spd.kernels.linear.tiled_weight import PAIRED_KINDS, UPPER_TILE
+from spd.kernels.linear.tiled_weight import PAIRED_KINDS, SWAPPED_KINDS, UPPER_TILE
 from spd.kernels.linear.unpack_triton import code_numbers, unpack_codes, uses_packed_instructions
 
 _SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
@@ -42,6 +42,12 @@ def per_byte(code):
 
 
 @triton.constexpr_function
+def swaps_middle_bytes(code):
+    """True if the middle two of every four bytes of codes are swapped: see `tiled_weight`."""
+    return code in SWAPPED_KINDS
+
+
+@triton.constexpr_function
 def upper_bits(code):
     """Return the bits of a code that stand apart from the lower four."""
     return CODE_BITS[code] - 4 if code in ("int5", "int6") else 0
@@ -57,6 +63,13 @@ def tile_columns(code, group):
 def is_blocked(scales):
     """True if scales are words of a step's, by the type of pointers to them."""
     return scales.element_ty in (tl.int32, tl.int64)
+
+
+@triton.constexpr_function
+def scaled_columns(scales, group, step):
+    """Return the columns that one number of a row's scales is for, by the type of pointers to
+    them."""
+    return step if is_blocked(scales) else max(1, group)
 
 
 @triton.constexpr_function
@@ -186,6 +199,9 @@ def code_values(
     if CODE != "int8" and uses_packed_instructions(DTYPE):
         number = unpack_codes(codes, zeros, upper, CODE, HIGH, UPPER_SHIFT, DTYPE)
     else:
+        if swaps_middle_bytes(CODE):
+            fours: tl.constexpr = (codes.shape[0], codes.shape[1] // 4, 2, 2)
+            codes = tl.reshape(tl.permute(tl.reshape(codes, fours), (0, 1, 3, 2)), codes.shape)
         if per_byte(CODE) == 2:
             codes = codes >> 4 if HIGH else codes & 15
         if upper is not None:
