@@ -4,8 +4,8 @@
 
 Each model is a sum of terms: bytes at the rate at which a kernel streams, instructions at the rate
 at which they are issued, and constant times of a launch. A term that explains a missed gate says
-what to change; `PLANNED` predicts the times after such a change, so that the next run on a GPU
-tests the prediction. Times are in microseconds, sizes in bytes. No GPU is needed.
+what to change; `PLANNED` predicts the times after such a change, made or not, so that the next run on a
+GPU tests the prediction. Times are in microseconds, sizes in bytes. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.environment import ROOT
 from spd.kernels.attention.attention_chunks import (
     CODE_CHUNKS,
-    LARGE_CHUNK,
     LARGE_FROM,
     SMALL_CHUNK,
+    TWICE_FROM,
 )
 from spd.kernels.launch import Device
 from spd.kernels.linear.skinny_config import config_for
@@ -101,6 +101,10 @@ BLOCK_BYTES = 128 * 128 * 2 * 2
 """Keys and values of 128 positions of one head, in 16 bits."""
 CODE_BLOCK_BYTES = 128 * (128 + 2) * 2
 """The same in eight bits, with a scale a row."""
+QUERY_HEADS = 4
+"""Query heads of a key head."""
+PARTIAL_BYTES = 4 * (128 + 2)
+"""A row's float32 sums of a chunk, its maximum and its sum of weights."""
 CODE_INSTRUCTIONS = 2 * 916
 """Instructions a warp of 128 codes' keys and values, of which the loop takes 64 at a time."""
 
@@ -112,11 +116,15 @@ class AttentionModel:
     launch: float = 5.0
     item: float = 1.57
     """The chain from an item's number to its first keys."""
+    next_chunk: float = 1.57
+    """The same for the next chunk of a run."""
+    max_run: int = 1
+    """The most chunks of a run, whose number is the one with which all take the least time."""
     block: float = 4.23
     """128 keys and values, at the rate of two programs that share a processor."""
     ramp: float = 3.0
     """The first bytes of programs that begin together, where all places are taken."""
-    borders: tuple[tuple[int, int], ...] = ((0, SMALL_CHUNK), (LARGE_FROM, LARGE_CHUNK))
+    borders: tuple[tuple[int, int], ...] = ((0, 128), (4096, 512))
     """(position, size of the chunks from there on), ascending."""
     counter: bool = False
     """True where a program takes the next item once it is free, not every 264th."""
@@ -134,14 +142,32 @@ class AttentionModel:
             position += size
         return sizes
 
-    def time(self, slots: int, context: int) -> float:
-        """Return the time of `slots` requests of `context` keys each."""
-        items = self.chunks(context) * slots * self.heads
+    combining_rate: float = 0.0
+    """Bytes a microsecond of partial sums that one program combines; 0: a launch does."""
+
+    def time(self, slots: int, context: int, rows: int = 1) -> float:
+        """Return the time of `slots` requests of `context` keys each, `rows` queries of each."""
+        chunks = self.chunks(context)
+        best = min(self._run_time(chunks, slots, 2**step) for step in range(self.max_run))
+        if self.combining_rate:
+            best += rows * QUERY_HEADS * len(chunks) * PARTIAL_BYTES / self.combining_rate
+        return best
+
+    def _run_time(self, chunks: Sequence[int], slots: int, run: int) -> float:
+        """Return the time without combining, of runs of so many chunks."""
+        runs = [chunks[first : first + run] for first in range(0, len(chunks), run)]
+        count = len(runs) * slots * self.heads
         block = self.block
-        if len(items) <= H200.processors:  # no two programs share a processor
-            block = len(items) * self.block_bytes / STREAM_RATE
-        launch = self.launch + (self.ramp if len(items) > self.programs else 0.0)
-        costs = sorted((self.item + block * -(-keys // 128) for keys in items), reverse=True)
+        if count <= H200.processors:  # no two programs share a processor
+            block = count * self.block_bytes / STREAM_RATE
+        launch = self.launch + (self.ramp if count > self.programs else 0.0)
+        run_costs = [
+            self.item
+            + self.next_chunk * (len(sizes) - 1)
+            + sum(block * -(-keys // 128) for keys in sizes)
+            for sizes in runs
+        ]
+        costs = sorted(run_costs * (slots * self.heads), reverse=True)
         if not self.counter:
             return launch + max(
                 sum(costs[first :: self.programs])
@@ -207,22 +233,26 @@ def delta_by_position(shape: DeltaShape, slots: int, k: int) -> float:
 
 PRODUCT = ProductModel()
 ATTENTION = AttentionModel()
-CODE_ATTENTION = replace(
-    ATTENTION,
-    # Bytes bind, or instructions: two programs have two warps on each of four schedulers.
-    block=max(ATTENTION.block * CODE_BLOCK_BYTES / BLOCK_BYTES, 2 * CODE_INSTRUCTIONS / CLOCK),
-    borders=((0, CODE_CHUNKS * SMALL_CHUNK), (LARGE_FROM, CODE_CHUNKS * LARGE_CHUNK)),
-    block_bytes=CODE_BLOCK_BYTES,
-)
-"""Attention to codes, which no GPU has measured yet."""
+"""As it was measured: chunks one by one, every 264th by the same program, combined by a launch."""
 PLANNED_ATTENTION = replace(
     ATTENTION,
     launch=3.4,
-    item=0.3,
-    borders=((0, 128), (1024, 256), (4096, 512)),
+    next_chunk=0.3,
+    max_run=3,
+    borders=((0, SMALL_CHUNK), (TWICE_FROM, 2 * SMALL_CHUNK), (LARGE_FROM, 4 * SMALL_CHUNK)),
     counter=True,
+    combining_rate=112e3,
 )
-"""One loop over key blocks, items by a counter, combined by the last arriver."""
+"""Runs of chunks in one loop, by a counter, combined by the last arriver."""
+CODE_ATTENTION = replace(
+    PLANNED_ATTENTION,
+    max_run=2,
+    # Bytes bind, or instructions: two programs have two warps on each of four schedulers.
+    block=max(ATTENTION.block * CODE_BLOCK_BYTES / BLOCK_BYTES, 2 * CODE_INSTRUCTIONS / CLOCK),
+    borders=tuple((begin, CODE_CHUNKS * size) for begin, size in PLANNED_ATTENTION.borders),
+    block_bytes=CODE_BLOCK_BYTES,
+)
+"""The same of codes."""
 CODES = {"int8": CodesModel(286), "int4": CodesModel(286), "fp8": CodesModel(317)}
 """int8 has 257 instructions and takes int4's time."""
 PLANNED_CODES = {
@@ -295,7 +325,7 @@ def code_lines() -> str:
     """Return a line for each context: attention to 16 bits and to codes, by the model."""
     lines = []
     for slots, context in itertools.product((1, 16), (1024, 4096, 32768)):
-        wide_us = ATTENTION.time(slots, context)
+        wide_us = PLANNED_ATTENTION.time(slots, context)
         coded_us = CODE_ATTENTION.time(slots, context)
         lines.append(
             f"paged_attention {slots} slots {context}: {wide_us:.1f} us in 16 bits, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -180,10 +181,49 @@ def _contests(result: Result) -> list[str]:
     return [line for contest in result.values() for line in _contest(contest)]
 
 
+EQUAL = "equal"
+"""The size whose figure is 1 where a row has the same bits alone and among others, else 0."""
+
+
+def fastest(case: Result) -> dict[str, tuple[str, float, float]]:
+    """Return by size the fastest alternative that keeps a row's bits, its time, and that of what is
+    built."""
+    times: dict[str, dict[str, float]] = {}
+    for name, measured in case.items():
+        rows = measured.get("rows", {})
+        if rows.get(EQUAL, [1.0])[0]:
+            for size in rows.keys() - {EQUAL}:
+                times.setdefault(size, {})[name] = rows[size][0]
+    best: dict[str, tuple[str, float, float]] = {}
+    for size in sorted(times):
+        name = min(times[size], key=times[size].__getitem__)
+        best[size] = (name, times[size][name], times[size].get("as built", math.nan))
+    return best
+
+
+def _choices(result: Result) -> list[str]:
+    lines = []
+    for name, case in result["cases"].items():
+        parts = [
+            f"{size}: {us:.1f} us {alternative} (as built {built:.1f})"
+            for size, (alternative, us, built) in fastest(case).items()
+        ]
+        errors = [
+            f"{alternative}: {rows['error']}"
+            for alternative, rows in case.items()
+            if "error" in rows
+        ]
+        lines.append(f"{name}: " + "; ".join(parts + errors))
+    return lines
+
+
 RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
     "warm_up": _warm_up,
     "kernel_table": _kernel_table,
     "recurrent_table": _kernel_table,
+    "sweep": _choices,
+    "attention_ab": _choices,
+    "barrier": _choices,
     "plain": _plain,
     "draft": _draft,
     "eagle3": _draft,

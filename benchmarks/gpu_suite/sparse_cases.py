@@ -137,7 +137,7 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
     table_rows = Rows()
     copies = bench.timer.copies(n * k)
     wide = bench.normal(copies, n, k, scale=k**-0.5).unbind()
-    narrow = [_few_bits(weight, kind) for weight in wide]
+    narrow = [few_bits(weight, kind) for weight in wide]
     product = SkinnyLinear(wide[0], None, kernels)
     share_workspace([product, SkinnyLinear(narrow[0], None, kernels)], max(rows))
     for count in rows:
@@ -154,7 +154,7 @@ def eight_bit_case(bench: Bench, kind: str, n: int, k: int, rows: Sequence[int])
     return table_rows
 
 
-def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
+def few_bits(weight: Tensor, kind: str) -> TiledWeight:
     """Return a weight in codes of a kind; of a GGUF type random ones of its shape."""
     if kind in TYPES:
         n, k = weight.shape
@@ -170,7 +170,7 @@ def _few_bits(weight: Tensor, kind: str) -> TiledWeight:
 def _stacked(bench: Bench, kind: str, count: int, n: int, k: int) -> Tensor | TiledWeight:
     if kind == "wide":
         return bench.normal(count, n, k, scale=k**-0.5)
-    weights = [_few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
+    weights = [few_bits(bench.normal(n, k, scale=k**-0.5), kind) for _ in range(count)]
     first = weights[0]
     scales = torch.stack([weight.scales for weight in weights])
     codes = torch.stack([weight.codes for weight in weights])

@@ -68,6 +68,9 @@ PROBES = (
     Probe("self_draft_long", f"{PACKAGE}.spd_rounds:run_self_draft_long", 180, is_default=False),
     Probe("spd_medium", f"{PACKAGE}.spd_rounds:run_medium", 120, is_default=False),
     Probe("token_tiles", f"{PACKAGE}.kernel_table:run_token_tiles", 90, is_default=False),
+    Probe("sweep", f"{PACKAGE}.choices:run_sweep", 90, is_default=False),
+    Probe("attention_ab", f"{PACKAGE}.choices:run_attention", 40, is_default=False),
+    Probe("barrier", f"{PACKAGE}.choices:run_barrier", 20, is_default=False),
 )
 
 

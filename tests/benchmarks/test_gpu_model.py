@@ -30,5 +30,5 @@ def test_a_counter_balances_items_better_than_a_stride() -> None:
 def test_attention_to_codes_is_predicted_to_meet_its_gate() -> None:
     """The gate is of 16 slots at 4096; one slot's short contexts gain little, for launches remain."""
     for slots, context, least in ((16, 4096, 1.6), (16, 32768, 1.8), (1, 4096, 1.2)):
-        ratio = ATTENTION.time(slots, context) / CODE_ATTENTION.time(slots, context)
+        ratio = PLANNED_ATTENTION.time(slots, context) / CODE_ATTENTION.time(slots, context)
         assert least <= ratio < 2

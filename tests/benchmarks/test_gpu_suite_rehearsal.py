@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches
+from benchmarks.gpu_suite import batches, choices
 from benchmarks.gpu_suite import kernel_cases as kernels
 from benchmarks.gpu_suite import recurrent_cases as recurrent
 from benchmarks.gpu_suite import round_cases as rounds
@@ -20,11 +20,13 @@ from benchmarks.gpu_suite import round_times as times
 from benchmarks.gpu_suite import sparse_cases as sparse
 from benchmarks.gpu_suite.block_weights import TYPES
 from benchmarks.gpu_suite.digest import digest
+from benchmarks.gpu_suite.digest_speed import EQUAL
 from benchmarks.gpu_suite.end_to_end import config_of, run_plain
 from benchmarks.gpu_suite.graph_timer import Once
 from benchmarks.gpu_suite.kernel_table import cases, run_case
 from benchmarks.gpu_suite.shapes import Shape
 from benchmarks.gpu_suite.speculation import REFERENCE_LENGTH
+from spd.kernels.attention import paged_attention_triton
 from spd.kernels.attention.paged_attention import AttentionHeads
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.interface import OPERATION_NAMES, Kernels
@@ -123,6 +125,32 @@ def test_every_kind_of_case_meets_its_contract_and_no_kernel_is_left_out(form: s
         assert "error" not in result, (name, result["error"])
         assert "notes" not in result and all(len(row) == 3 for row in result["rows"].values()), name
     assert watched.called == set(OPERATION_NAMES) - NOT_IN_THE_TABLE
+
+
+@torch.inference_mode()
+def test_alternatives_are_measured_one_by_one_and_the_fastest_is_named() -> None:
+    """Constants are put back after each; a case that is killed loses one alternative."""
+    attend = partial(kernels.attention_case, heads=HEADS, slots=2, context=512, rows=(1,))
+    multiply = partial(choices.product_case, kind="int8", n=64, k=48)
+    cases = {
+        "attention": replace(choices.attention_choices(1, 512, (1,)), case=attend),
+        "product": choices.product_choices(multiply, {"stages": (2, 3)}),
+    }
+    before = paged_attention_triton.LAST_COMBINES
+    bench = kernels.Bench(load_kernels("torch"), Once("cpu"), torch.float32, 1e9)
+    *partial_reports, report = choices.measure_choices(cases, bench)
+    assert len(partial_reports) + 1 == sum(1 + len(c.alternatives) for c in cases.values())
+    assert before == paged_attention_triton.LAST_COMBINES
+    assert all("rows" in rows for case in report["cases"].values() for rows in case.values())
+    times = {"as built": 3.0, "stages 2": 1.0, "stages 3": 2.0}
+    for name, us in times.items():
+        rows = report["cases"]["product"][name]["rows"]
+        assert rows[EQUAL][0] in (0.0, 1.0), "torch's sums may depend on how many rows there are"
+        rows[EQUAL][0] = 1.0
+        rows["1"][0] = us
+    report["cases"]["product"]["stages 2"]["rows"][EQUAL][0] = 0.0
+    text = digest({"probes": {"sweep": {"status": "ok", "result": report}}})
+    assert "product: 1: 2.0 us stages 3 (as built 3.0)" in text
 
 
 def test_every_round_is_noted_in_order(tmp_path: Path) -> None:
