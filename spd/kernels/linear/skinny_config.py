@@ -157,10 +157,11 @@ def chunk_config(
     step: the columns of a step at least, where a byte holds codes of two of them.
 
     Tokens are added up beside products where groups have minima: half of them, where a warp's
-    registers hold all sums. Tensor memory has no room for the many sums of short tiles, which rows
-    too few for it keep in registers.
+    registers hold all sums; also where a step is long, but for Hopper. Tensor memory has no room for
+    the many sums of short tiles, which rows too few for it keep in registers.
     """
     is_narrow = has_minima and device.capability[0] not in WIDE_UNIT_ARCHITECTURES
+    is_narrow = is_narrow or (step > CHUNK_STEP and device.capability[0] != 9)
     block_t = TOKEN_TILES[-2] if is_narrow else TOKEN_TILES[-1]
     in_registers = has_short_tiles and device.capability[0] in TENSOR_MEMORY_ARCHITECTURES
     block_n = 32 if in_registers else 64
