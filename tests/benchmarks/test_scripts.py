@@ -234,7 +234,7 @@ def test_acceptance_is_measured_on_a_forced_text() -> None:
     assert abs(result["acceptance"] - result["acceptance_int8"]) < 0.05
     folder = ModelFolder(demo_folder())
     texts = [(*text[:150], *[7] * 150) for text in rounded_cache.cut_text(folder, 150, 300)]
-    (made, accepted), *_ = rounded_cache.count_accepted(
+    (drafted, accepted), *_ = rounded_cache.count_accepted(
         folder, texts, spec="ngram", draft_model=None, dtype="float32"
     )
-    assert accepted > 0.9 * 140 * 3 / 4 and made >= accepted
+    assert accepted > 0.9 * 140 * 3 / 4 and drafted >= accepted

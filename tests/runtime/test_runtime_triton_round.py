@@ -80,7 +80,7 @@ def methods(tiny: Tiny) -> Methods:
     }
     spec_options: Methods = {
         "off": {},
-        "ngram": {"ngram_min": 1, "draft_max": 3},
+        "ngram": {"ngram_min": 1, "draft_max": 3, "pool_tokens": 256},
         "draft": draft,
         "draft+ngram": {**draft, "ngram_min": 1},
     }
