@@ -6,6 +6,7 @@ lookup alone: what is in it never changes a text.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
@@ -71,8 +72,12 @@ class PrivateTexts:
         try:
             with open(os.open(self.path, flags, 0o600), "ab", buffering=0) as file:
                 _require_private(self.path, os.fstat(file.fileno()), 0o600)
-                file.write(_to_bytes([text]))
+                data = _to_bytes([text])
+                written = file.write(data)
                 size = os.fstat(file.fileno()).st_size
+                if written < len(data):  # The disk is full: a part would shift all later numbers.
+                    os.ftruncate(file.fileno(), size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if size > 8 * self.limit:
                 write_atomically(self.path, _to_bytes(self.read()), 0o600)
         except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,31 @@ def test_a_later_session_drafts_from_an_earlier_one(tmp_path: Path) -> None:
     assert file.stat().st_size == 4 * 2 * (len(ids) + LENGTH + 1)
     assert len(runs[2].rounds) < len(runs[1].rounds)
     assert any(record.match for record in runs[2].rounds)
+
+
+def test_a_full_disk_ends_the_keeping_and_no_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says so, and no part of a text is left, which would shift those behind it."""
+    folder = tmp_path / "texts"
+    engine = make_fast_engine(demo_folder(), spec="ngram", lookup=folder, threads=1)
+
+    def run(name: str) -> int:
+        return len(run_requests(engine, [Request(name, QUESTION, sampled())])[0].tokens)
+
+    assert run("a") == LENGTH
+    (file,) = find_texts(folder)
+    size = file.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+    try:
+        assert run("b") == run("c") == LENGTH
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert caplog.text.count("--lookup keeps no more texts") == 1
+    assert file.stat().st_size == size
 
 
 def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:

@@ -6,11 +6,15 @@ more. No torch here.
 
 from __future__ import annotations
 
+import logging
+
 from spd.errors import IncompatibleError, SpdError
 from spd.formats.private_texts import PrivateTexts
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.round_queue import RoundQueue
+
+logger = logging.getLogger(__name__)
 
 
 class TextMemory:
@@ -43,5 +47,6 @@ class TextMemory:
         if self._file is not None:
             try:
                 self._file.add(text)
-            except SpdError:  # a full disk, say: the reply goes on, and no more is kept
+            except SpdError as error:  # A full disk, say: the reply goes on.
+                logger.warning("--lookup keeps no more texts: %s", error)
                 self._file = None
