@@ -9,14 +9,8 @@ from pathlib import Path
 from spd.formats.folder import ModelFolder
 from spd.runtime import EngineConfig
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.memory import (
-    EngineShape,
-    at_context,
-    find_largest,
-    measure,
-    page_bytes,
-    state_bytes,
-)
+from spd.runtime.plan.memory import EngineShape, measure, page_bytes, state_bytes
+from spd.runtime.plan.memory_fit import at_context, find_largest
 from spd.runtime.plan.plan import resolve_plan
 from spd.runtime.round.limits import PAGE_SIZE
 from tests.recipes.published_hybrids import RELEASES, write_published
@@ -43,7 +37,7 @@ LABELS = {
 def plan_shape(folder: ModelFolder, tp: int = 1) -> EngineShape:
     """Return the shape of an engine for one request of the longest context, with the MTP layer."""
     config = EngineConfig(model=folder, tp=tp, ctx=folder.config.max_positions)
-    return resolve_plan(config, Machine("cuda", 0, (9, 0), from_driver_only=True)).shape
+    return resolve_plan(config, Machine("cuda", 0, (9, 0), is_foreseen=True)).shape
 
 
 def usable_bytes(card: int) -> int:

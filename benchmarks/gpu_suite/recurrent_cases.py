@@ -1,6 +1,7 @@
 """Kernels of recurrent layers; see `kernel_cases` for the columns.
 
-Bytes are those that must be moved whatever k is: each slot's state, read once and written once.
+Bytes are those of each slot's state, read once and written once, as former versions moved them
+whatever k is: a state is read once a round and written once in 16 positions.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from benchmarks.gpu_suite.graph_timer import Call
 from benchmarks.gpu_suite.kernel_cases import EPSILON, Bench, Case, Rows
 from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
+from spd.kernels.recurrent.state_blocks import BLOCK, last_border
+from spd.runtime.round.limits import ring_depth
 
 TAPS = 4
 START = 1000
+"""The position of a first slot's rows, in the middle of a block; others begin behind it."""
 SPARE = 4
 LENGTHS = (0, 1, 4, 8)
 """Drafts a round that are measured."""
@@ -48,30 +52,36 @@ SHAPES = (DeltaShape("Qwen3.5-27B", 48, 16), DeltaShape("Qwen3.5-35B-A3B", 32, 1
 
 
 def windows(bench: Bench, slots: int, k: int) -> Segments:
-    """Return a round's rows; half of the drafts before them were accepted, and are to be
-    applied."""
-    fixed = [bench.integers(slots, fill=value) for value in (k + 1, START, START)]
+    """Return a round's rows, after one that accepted half of its drafts.
+
+    Slots begin at all places in a block, so that some windows pass a border, and some states are
+    written.
+    """
     slot = torch.arange(slots, device=bench.timer.device)
-    applied = bench.integers(slots, fill=START - 1 - k // 2)
-    return Segments(torch.stack((slot, slot * (k + 1), *fixed)), applied)
+    start = START + slot % BLOCK
+    former = start - 1 - k // 2
+    counts = bench.integers(slots, fill=k + 1)
+    table = torch.stack((slot, slot * (k + 1), counts, start, start // BLOCK * BLOCK))
+    return Segments(table, former // BLOCK * BLOCK)
 
 
 def prompt(bench: Bench, rows: int) -> Segments:
     """Return the rows of a full chunk in the middle of a prompt."""
-    table = [bench.integers(1, fill=value) for value in (0, 0, rows, START, START + rows)]
-    return Segments(torch.stack(table), bench.integers(1, fill=START))
+    end = last_border(START + rows)
+    table = [bench.integers(1, fill=value) for value in (0, 0, rows, START, end)]
+    return Segments(torch.stack(table), bench.integers(1, fill=last_border(START)))
 
 
 def memory(bench: Bench, shape: DeltaShape, slots: int, depth: int) -> DeltaMemory:
-    """Return random states and rings, of gates between 0 and 1."""
+    """Return random states and rings, of decays between 0 and 1."""
 
     def drawn(*sizes: int) -> Tensor:
         return torch.randn((slots, *sizes), device=bench.timer.device)
 
     keys = torch.nn.functional.normalize(drawn(depth, shape.key_heads, shape.size), dim=-1)
     state = drawn(shape.heads, shape.size, shape.size)
-    values = drawn(depth, shape.heads, shape.size)
-    return DeltaMemory(state, keys, values, drawn(depth, shape.heads, 2).sigmoid())
+    updates = drawn(depth, shape.heads, shape.size)
+    return DeltaMemory(state, keys, updates, drawn(depth, shape.heads, 2).sigmoid())
 
 
 def operands(bench: Bench, shape: DeltaShape, rows: int) -> tuple[Tensor, Tensor, DeltaRule]:
@@ -90,7 +100,7 @@ def delta_case(
     table_rows = Rows()
     nbytes = 2 * slots * shape.state_bytes
     memories = [
-        memory(bench, shape, slots, 2 * (max(lengths) + 1))
+        memory(bench, shape, slots, ring_depth(max(lengths) + 1))
         for _ in range(bench.timer.copies(nbytes))
     ]
     for k in lengths:
@@ -143,8 +153,8 @@ def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
     The convolution before it has the last row.
     """
     mixed, gates, rule = operands(bench, shape, rows)
-    chunk_memory = memory(bench, shape, 1, SPARE)
-    step_memory = memory(bench, shape, 1, 2 * rows)
+    chunk_memory = memory(bench, shape, 1, ring_depth(0))
+    step_memory = memory(bench, shape, 1, ring_depth(rows))
     run = prompt(bench, rows)
     steps = partial(bench.kernels.delta_rule, mixed, gates, rule, step_memory, run)
     chunks = partial(bench.kernels.delta_chunks, mixed, gates, rule, chunk_memory, run)

@@ -298,7 +298,8 @@ class Kernels(RoundOperations, Protocol):
         """
         ...
 
-    # Recurrent layers. Rings hold the latest D positions of each slot, position p at p % D.
+    # Recurrent layers. Rings hold the latest D positions of each slot, position p at p % D; states
+    # are of borders (`recurrent/state_blocks.py`).
 
     def short_conv(
         self,
@@ -321,15 +322,14 @@ class Kernels(RoundOperations, Protocol):
     def delta_rule(
         self, mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
     ) -> Tensor:
-        """Return each row's query of its slot's state, float32 [T, H, dv]; memory is written in
-        place.
+        """Return each row's query of its slot's state, float32 [T, H, dv]; writes memory in place.
 
-        mixed float32 [T, 2 * Hk * dk + H * dv]: queries, keys, values; value head h has key head h
-        // (H / Hk). raw_gates, rows with any stride: [T, 2 * H], corrections before the sigmoid and
-        then steps. Where the rule corrects nothing (Mamba-2), raw_gates [T, H] are steps, values
-        are multiplied by softplus(step + bias) and keys are not normed. Rows outside every segment
-        give zeros. Source: Yang et al. 2024 (2412.06464), as Qwen3-Next applies it; Dao and Gu 2024
-        (2405.21060).
+        A run of over D - `BLOCK` rows is a prompt's (see `delta_chunks`), and alone. mixed float32
+        [T, 2 * Hk * dk + H * dv]: queries, keys, values; value head h has key head h // (H / Hk).
+        raw_gates, rows with any stride: [T, 2 * H], corrections before the sigmoid and then steps.
+        Where the rule corrects nothing (Mamba-2), raw_gates [T, H] are steps, values are multiplied
+        by softplus(step + bias) and keys are not normed. Rows of no segment give zeros. Sources:
+        Yang et al. 2024 (2412.06464), as Qwen3-Next applies it; Dao and Gu 2024 (2405.21060).
         """
         ...
 
@@ -338,8 +338,9 @@ class Kernels(RoundOperations, Protocol):
     ) -> Tensor:
         """Return `delta_rule` up to rounding, for runs of a prompt that are never rolled back.
 
-        Runs begin at the position of the slot's state. States are written as of the runs' ends;
-        rings are neither read nor written. Source: Yang et al. 2024 (2406.06484).
+        Runs begin in the block behind the slot's state; `keep` is the last border up to their end.
+        Rows from the first border to the last are computed in chunks. Source: Yang et al. 2024
+        (2406.06484).
         """
         ...
 

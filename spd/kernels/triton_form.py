@@ -16,7 +16,8 @@ from spd.kernels.linear.head_input_triton import head_input, keep_states
 from spd.kernels.linear.rows_triton import code_rows, embed, norm_residual, rms_norm_rows
 from spd.kernels.linear.skinny_config import NARROW_TILES, TokenTileLimits
 from spd.kernels.linear.skinny_linear import AnyWeight, Draw, LinearWorkspace, Norm
-from spd.kernels.recurrent.delta_rule_triton import delta_chunks, delta_rule
+from spd.kernels.recurrent.delta_chunks_triton import delta_chunks
+from spd.kernels.recurrent.delta_rule_triton import delta_rule
 from spd.kernels.recurrent.gated_norm_triton import gated_norm
 from spd.kernels.recurrent.short_conv_triton import short_conv
 from spd.kernels.round.commit_triton import round_commit

@@ -77,9 +77,9 @@ def to_native_pages(pool: Tensor, values: bool) -> Tensor:
     """Return pages [N, page, K, D] as the C kernels keep them: head by head, in places."""
     page, _, size = pool.shape[1:]
     entries = pool.transpose(1, 2).flatten(2)
-    kept = torch.empty_like(entries)
-    kept[..., entry_places(page, size, pool.dtype, values).flatten()] = entries
-    return kept.view(pool.shape)
+    native = torch.empty_like(entries)
+    native[..., entry_places(page, size, pool.dtype, values).flatten()] = entries
+    return native.view(pool.shape)
 
 
 def from_native_pages(pool: Tensor, values: bool, dtype: torch.dtype | None = None) -> Tensor:

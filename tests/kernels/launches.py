@@ -483,9 +483,9 @@ def recurrent() -> Launches:
         heads, key_heads, width, size = sizes
         memory = DeltaMemory(
             state=of(F32, 16, heads, width, size),
-            keys=of(F32, 16, 54, key_heads, width),
-            values=of(F32, 16, 54, heads, size),
-            gates=of(F32, 16, 54, heads, 2),
+            keys=of(F32, 16, 48, key_heads, width),
+            updates=of(F32, 16, 48, heads, size),
+            gates=of(F32, 16, 48, heads, 2),
         )
         for operation in (OPS.delta_rule, OPS.delta_chunks):
             operation(
@@ -496,7 +496,7 @@ def recurrent() -> Launches:
         heads, key_heads, width, size = sizes
         channels = 2 * key_heads * width + heads * size
         inputs = of(dtype, 20, channels + heads * size)
-        ring = of(dtype, 16, 54, channels)
+        ring = of(dtype, 16, 48, channels)
         mixed = inputs[:, :channels]
         bias = of(F32, channels)
         OPS.short_conv(x=mixed, weight=of(F32, 4, channels), bias=None, ring=ring, rows=rows)

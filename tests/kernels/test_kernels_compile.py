@@ -46,16 +46,18 @@ FEW = (
 """What the default lane leaves out: every kernel is compiled, and not in each of its forms."""
 RECORDED = ROOT / "benchmarks/results/compiled_kernels.json"
 OF_TRITON_3_5 = """
-abs add arange atomic_add bfloat16 cdiv ceil constexpr cumsum debug_barrier div_rn dot exp exp2 float16
-float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 int8 join load log max maximum
-min minimum multiple_of num_programs permute program_id range reshape rsqrt sigmoid split static_range
+abs add arange atomic_add bfloat16 cdiv ceil constexpr cumprod cumsum debug_barrier div_rn dot exp exp2
+float16 float32 float64 floor fma full inline_asm_elementwise int16 int32 int64 int8 join load log max
+maximum min minimum multiple_of num_programs permute program_id range reshape rsqrt sigmoid split static_range
 store sum tensor trans uint16 uint32 uint64 uint8 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
 SLIDING = ("attend_chunk_sliding_bf16", "attend_chunk_sliding_fp16")
 LATENT_LITE = "attend_latent_chunk_latent_lite_bf16"
+AMPERE_STATES = {"9b_bf16": 16, "9b_fp16": 16, "mamba_bf16": 8, "mamba_fp16": 8}
 ADA = {"linear_out_8b_wide_i8_bf16": 8, **dict.fromkeys(SLIDING, 16), LATENT_LITE: 8}
 KNOWN_SPILLS = {
+    80: {f"delta_rule_{name}": size for name, size in AMPERE_STATES.items()},
     86: ADA,
     89: ADA,
     100: {**dict.fromkeys(SLIDING, 32), "attend_chunk_sliding_i8_bf16": 24},
@@ -65,6 +67,7 @@ KNOWN_SPILLS = {
         **dict.fromkeys(SLIDING, 32),
         "attend_chunk_sliding_i8_bf16": 16,
         LATENT_LITE: 24,
+        **dict.fromkeys((f"delta_rule_{name}" for name in AMPERE_STATES), 16),
     },
 }
 """Bytes of local memory of kernels on architectures that have not been tuned for yet."""

@@ -133,7 +133,7 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     plan = plan_on_card(folder, slots=2)
     config = folder.config
     recurrent = row.layers * 3 // 4
-    depth = ring_depth(plan.shape.draft_max)
+    depth = ring_depth(plan.shape.draft_max + 1)
     state = row.value_heads * DELTA_HEAD * DELTA_HEAD * 4
     channels = (2 * KEY_HEADS + row.value_heads) * DELTA_HEAD
     ring = channels * 2 + (KEY_HEADS + row.value_heads) * DELTA_HEAD * 4 + row.value_heads * 8

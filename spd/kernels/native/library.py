@@ -365,7 +365,7 @@ class NativeKernels(NativeRounds):
         table = rows.table.contiguous()
         out = torch.zeros(count, heads, size)
         scratch = self.scratch_address(
-            ceil_div(self.threads * (32 * width + count * (2 * width + 2)), TILE_SIDE * TILE_DEPTH)
+            ceil_div(self.threads * (32 * width + count * (2 * width + 35)), TILE_SIDE * TILE_DEPTH)
         )
         self.call_threads(
             "delta_rule",
@@ -379,7 +379,7 @@ class NativeKernels(NativeRounds):
             raw_gates,
             memory.state,
             memory.keys,
-            memory.values,
+            memory.updates,
             memory.gates,
             scratch,
             out,

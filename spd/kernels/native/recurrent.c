@@ -77,7 +77,7 @@ typedef struct {
     Runs runs;
     const float *mixed, *rate, *bias;
     const element *raw_gates;
-    float *state, *keys, *values, *gates, *room, *out;
+    float *state, *keys, *updates, *gates, *room, *out;
     long gate_stride, heads, key_heads, width, size, depth;
     int corrects;
 } Delta;
@@ -94,168 +94,313 @@ static void unit(const float *x, long width, int corrects, float scale, float *o
     for (long i = 0; i < width; i += SIDE) storef(out + i, width - i, vmul(loadf(x + i, width - i), by));
 }
 
-enum { COLUMNS = 2 * SIDE }; /* of a state that are worked on at a time: [width][COLUMNS] stays in the nearest cache */
+/* BLOCK: positions between two written states, the lanes of a vec. COLUMNS of a state are worked on at a time: a
+   folded one, [width][COLUMNS], stays in the nearest cache. ROWS: rows whose products with a state are summed at once,
+   as registers suffice. */
+enum { BLOCK = SIDE, COLUMNS = 2 * SIDE, ROWS = SPD_WIDE ? 6 : 1 };
 
-/* What one token does to one head: the state decays by gates[0] and is corrected by gates[1]; out, where given, is
-   what the query reads of it. */
+/* What one row reads: the decay of the state at the block's begin, the factor of its correction or value, and the
+   factors of the block's updates in what its key finds and its query reads. */
 typedef struct {
-    const float *key, *value, *gates, *query;
-    float *out;
-} Token;
+    float decay, amount, found[BLOCK], read[BLOCK];
+} Factors;
 
-/* Bring COLUMNS of a state to their decayed values and add up what the token's key finds there; the sums over the
-   state's rows are ascending. Zeros stand where `from` does not. */
-static void open_columns(const float *from, float *state, Token token, vec *found, long width, long size, long left)
+/* One head of one run. Queries, keys, decays and factors are those of the run's rows. */
+typedef struct {
+    const Delta *o;
+    Run run;
+    long head, key_head, end;
+    float *queries, *keys, *decays;
+    Factors *factors;
+} Head;
+
+/* A block of positions, and where its first one is in this head's rings; the others follow. */
+typedef struct {
+    long begin;
+    float *keys, *updates, *gates; /* the decay and the factor of the key, which is 1 */
+} Block;
+
+static Block block_of(const Head *h, long begin)
 {
-    vec decay = vall(token.gates[0]);
-    for (int part = 0; part < 2; part++) found[part] = vzero();
-    for (long i = 0; i < width; i++)
-        for (int part = 0; part < 2; part++) {
-            long at = part * SIDE;
-            vec s = from && left > at ? vmul(loadf(from + i * size + at, left - at), decay) : vzero();
-            storef(state + i * COLUMNS + at, SIDE, s);
-            found[part] = vfma(s, vall(token.key[i]), found[part]);
-        }
+    const Delta *o = h->o;
+    long row = h->run.slot * o->depth + place(begin, o->depth);
+    return (Block){begin, o->keys + (row * o->key_heads + h->key_head) * o->width,
+        o->updates + (row * o->heads + h->head) * o->size, o->gates + (row * o->heads + h->head) * 2};
 }
 
-/* Correct COLUMNS by what was found, read them, and decay them for the next token in the same pass. */
-INLINE void pass_columns(
-    float *state, Token token, const Token *next, int reads, vec *found, long width, long left)
+/* The key, the update and the decay of the token at place t. Those of the run's rows are not in the rings yet, but for
+   the updates, which no other thread reads. */
+static inline const float *key_at(const Head *h, Block b, long t)
 {
-    vec read[2], correction[2], decay = vall(next ? next->gates[0] : 1.0f), correct = vall(token.gates[1]);
-    for (int part = 0; part < 2; part++) {
-        long at = part * SIDE;
-        vec value = left > at ? loadf(token.value + at, left - at) : vzero();
-        correction[part] = vmul(vsub(value, found[part]), correct);
-        read[part] = found[part] = vzero();
-    }
-    for (long i = 0; i < width; i++)
-        for (int part = 0; part < 2; part++) {
-            float *own = state + i * COLUMNS + part * SIDE;
-            vec s = vfma(vall(token.key[i]), correction[part], loadf(own, SIDE));
-            if (reads) read[part] = vfma(s, vall(token.query[i]), read[part]);
-            if (next) {
-                s = vmul(s, decay);
-                found[part] = vfma(s, vall(next->key[i]), found[part]);
-            }
-            storef(own, SIDE, s);
-        }
-    for (int part = 0; part < 2; part++)
-        if (reads && left > part * SIDE) storef(token.out + part * SIDE, left - part * SIDE, read[part]);
+    long r = b.begin + t - h->run.start;
+    return r < 0 ? b.keys + t * h->o->key_heads * h->o->width : h->keys + r * h->o->width;
 }
 
-static void close_columns(const float *state, float *to, long width, long size, long left)
+static inline float *update_at(const Head *h, Block b, long t) { return b.updates + t * h->o->heads * h->o->size; }
+
+static inline float decay_at(const Head *h, Block b, long t)
 {
-    for (long i = 0; i < width; i++)
-        for (int part = 0; part < 2; part++)
-            if (left > part * SIDE)
-                storef(to + i * size + part * SIDE, left - part * SIDE, loadf(state + i * COLUMNS + part * SIDE, SIDE));
+    long r = b.begin + t - h->run.start;
+    return r < 0 ? b.gates[t * h->o->heads * 2] : h->decays[r];
 }
 
-/* The decay and the correction of one row and head. */
-static void gates_of(const Delta *o, long row, long head, float *out)
+/* The decay and the factor of the correction or value of one row and head. */
+static void gates_of(const Delta *o, long row, long head, float *decay, float *amount)
 {
     const element *raw = o->raw_gates + row * o->gate_stride + head;
     float x = (float)vfirst(load(raw + (o->corrects ? o->heads : 0), 1)) + o->bias[head];
     float correct = vfirst(load(raw, 1));
     float softplus = x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x)); /* log(1 + e^x) */
-    out[0] = vfirst(exponential(vall(-__builtin_expf(o->rate[head]) * softplus)));
-    out[1] = o->corrects ? 1.0f / (1.0f + __builtin_expf(-correct)) : softplus;
+    *decay = vfirst(exponential(vall(-__builtin_expf(o->rate[head]) * softplus)));
+    *amount = o->corrects ? 1.0f / (1.0f + __builtin_expf(-correct)) : softplus;
 }
 
-/* One head of one run. */
+/* The decay since each token of a block, and since before it, as of one of its tokens after another. */
 typedef struct {
-    const Delta *o;
-    Run run;
-    long head, key_head, end;
-    float *keys, *queries, *gates; /* of the run's rows */
-} Head;
+    vec since;
+    float whole;
+} Decays;
 
-static Token token_of(const Head *h, long position, long column)
+static inline Decays undecayed(void) { return (Decays){vzero(), 1.0f}; }
+
+static inline Decays decayed(Decays d, const Head *h, Block b, int32_t t)
 {
-    const Delta *o = h->o;
-    if (position < h->run.start) {
-        long at = h->run.slot * o->depth + place(position, o->depth);
-        return (Token){.key = o->keys + (at * o->key_heads + h->key_head) * o->width,
-            .value = o->values + (at * o->heads + h->head) * o->size + column,
-            .gates = o->gates + (at * o->heads + h->head) * 2};
-    }
-    long r = position - h->run.start, row = h->run.first + r;
-    const float *value = o->mixed + row * (2 * o->key_heads * o->width + o->heads * o->size);
-    return (Token){.key = h->keys + r * o->width, .query = h->queries + r * o->width, .gates = h->gates + r * 2,
-        .value = value + 2 * o->key_heads * o->width + h->head * o->size + column,
-        .out = o->out + (row * o->heads + h->head) * o->size + column};
+    float decay = decay_at(h, b, t);
+    return (Decays){vselect(between(0, t, t), vall(1.0f), vmul(d.since, vall(decay))), d.whole * decay};
 }
 
-/* All tokens from `applied` on, for COLUMNS of the state; what it is at `keep` is kept. */
-static void correct_columns(const Head *h, float *kept, float *state, long column)
+static inline float product(const float *x, const float *y, long width)
+{
+    vec sum = vzero();
+    for (long i = 0; i < width; i += SIDE) sum = vfma(loadf(x + i, width - i), loadf(y + i, width - i), sum);
+    return vsum(sum);
+}
+
+/* The factors of the run's rows in the block at `begin`. */
+static void find_factors(const Head *h, long begin)
 {
     const Delta *o = h->o;
-    long left = o->size - column, keep = h->run.keep, applied = h->run.applied;
-    const float *from = applied ? kept + column : 0;
-    vec found[2];
-    Token token = token_of(h, applied, column);
-    open_columns(from, state, token, found, o->width, o->size, left);
-    for (long position = applied; position < h->end; position++) {
-        int goes_on = position + 1 < h->end && position + 1 != keep, reads = position >= h->run.start;
-        Token next = position + 1 < h->end ? token_of(h, position + 1, column) : token;
-        if (!o->corrects) found[0] = found[1] = vzero();
-        if (reads && goes_on) pass_columns(state, token, &next, 1, found, o->width, left);
-        else if (reads) pass_columns(state, token, 0, 1, found, o->width, left);
-        else if (goes_on) pass_columns(state, token, &next, 0, found, o->width, left);
-        else pass_columns(state, token, 0, 0, found, o->width, left);
-        if (position + 1 == keep) {
-            close_columns(state, kept + column, o->width, o->size, left);
-            if (position + 1 < h->end)
-                open_columns(kept + column, state, next, found, o->width, o->size, left);
+    const Block b = block_of(h, begin);
+    Decays decays = undecayed();
+    for (int32_t t = 0; t < BLOCK && begin + t < h->end; t++) {
+        decays = decayed(decays, h, b, t);
+        long r = begin + t - h->run.start;
+        if (r < 0) continue;
+        Factors *own = h->factors + r;
+        const float *key = h->keys + r * o->width, *query = h->queries + r * o->width;
+        for (long other = 0; other <= t; other++) {
+            if (o->corrects && other < t) own->found[other] = product(key, key_at(h, b, other), o->width);
+            own->read[other] = product(query, key_at(h, b, other), o->width);
         }
-        token = next;
+        own->decay = decays.whole;
+        storef(own->found, SIDE, vmul(loadf(own->found, t), decays.since));
+        storef(own->read, SIDE, vmul(loadf(own->read, t + 1), decays.since));
     }
 }
 
-/* Keep what the recurrence consumed of the run's rows, of the last `depth` where they are more. */
+/* Where COLUMNS of a state are: rows of a stride; no address stands for zeros. `ahead` leads from each row to one that is
+   read later: the processor does not foresee rows of a few columns. */
+typedef struct {
+    float *at;
+    long stride, ahead;
+} Columns;
+
+static inline void fetch_ahead(Columns from, long i)
+{
+    if (!from.ahead) return;
+    const float *row = from.at + i * from.stride + from.ahead;
+    for (long line = 0; line < COLUMNS; line += 64 / (long)sizeof(float)) __builtin_prefetch(row + line);
+}
+
+/* The state at a block's end, of that at its begin; `to` may be where it comes from. */
+static void fold_columns(const Head *h, Block b, Columns from, Columns to, long column, long left)
+{
+    Decays decays = undecayed();
+    for (int32_t t = 0; t < BLOCK; t++) decays = decayed(decays, h, b, t);
+    float since[BLOCK];
+    storef(since, SIDE, decays.since);
+    const float *keys[BLOCK];
+    for (long t = 0; t < BLOCK; t++) keys[t] = key_at(h, b, t);
+    for (long at = 0; at < COLUMNS && at < left; at += SIDE) {
+        vec updates[BLOCK], whole = vall(decays.whole);
+        for (long t = 0; t < BLOCK; t++)
+            updates[t] = vmul(loadf(update_at(h, b, t) + column + at, left - at), vall(since[t]));
+        for (long i = 0; i < h->o->width; i++) {
+            if (!at) fetch_ahead(from, i);
+            vec s = from.at ? vmul(loadf(from.at + i * from.stride + at, left - at), whole) : vzero();
+            for (long t = 0; t < BLOCK; t++) s = vfma(vall(keys[t][i]), updates[t], s);
+            storef(to.at + i * to.stride + at, left - at, s);
+        }
+    }
+}
+
+/* The products of COLUMNS of a state with keys and queries of `count` rows from row r on, to found and read
+   [count][COLUMNS]. Sums over the state's rows are ascending. Where states are not corrected nothing is found. */
+INLINE void multiply_rows(
+    const Head *h, long r, const int count, const int corrects, Columns from, long left, float *found, float *read)
+{
+    long width = h->o->width;
+    const float *keys = h->keys + r * width, *queries = h->queries + r * width;
+    vec key_sums[ROWS][2], query_sums[ROWS][2];
+    for (int n = 0; n < count; n++)
+        for (int part = 0; part < 2; part++) key_sums[n][part] = query_sums[n][part] = vzero();
+    for (long i = 0; i < width; i++) {
+        vec s[2];
+        fetch_ahead(from, i);
+        for (int part = 0; part < 2; part++)
+            s[part] = loadf(from.at + i * from.stride + part * SIDE, left - part * SIDE);
+        for (int n = 0; n < count; n++)
+            for (int part = 0; part < 2; part++) {
+                if (corrects) key_sums[n][part] = vfma(s[part], vall(keys[n * width + i]), key_sums[n][part]);
+                query_sums[n][part] = vfma(s[part], vall(queries[n * width + i]), query_sums[n][part]);
+            }
+    }
+    for (int n = 0; n < count; n++)
+        for (int part = 0; part < 2; part++) {
+            storef(found + n * COLUMNS + part * SIDE, SIDE, key_sums[n][part]);
+            storef(read + n * COLUMNS + part * SIDE, SIDE, query_sums[n][part]);
+        }
+}
+
+/* The same for up to ROWS rows, by a program for each number. */
+INLINE void multiply_some(
+    const Head *h, long r, long count, const int corrects, Columns from, long left, float *found, float *read)
+{
+    switch (count) {
+    case 1: multiply_rows(h, r, 1, corrects, from, left, found, read); break;
+#if SPD_WIDE
+    case 2: multiply_rows(h, r, 2, corrects, from, left, found, read); break;
+    case 3: multiply_rows(h, r, 3, corrects, from, left, found, read); break;
+    case 4: multiply_rows(h, r, 4, corrects, from, left, found, read); break;
+    case 5: multiply_rows(h, r, 5, corrects, from, left, found, read); break;
+    default: multiply_rows(h, r, ROWS, corrects, from, left, found, read);
+#endif
+    }
+}
+
+/* Columns of the update of the run's row at place t, and of what its query reads; found and read are the products with
+   the state at the block's begin, or nothing. */
+static void run_row(const Head *h, Block b, long t, const float *found, const float *read, long column, long left)
+{
+    const Delta *o = h->o;
+    long r = b.begin + t - h->run.start, row = h->run.first + r;
+    const Factors *by = h->factors + r;
+    const float *value = o->mixed + row * (2 * o->key_heads * o->width + o->heads * o->size);
+    value += 2 * o->key_heads * o->width + h->head * o->size + column;
+    float *out = o->out + (row * o->heads + h->head) * o->size + column;
+    for (long at = 0; at < COLUMNS && at < left; at += SIDE) {
+        vec added = loadf(value + at, left - at), sum = vzero(), decay = vall(by->decay);
+        if (o->corrects) {
+            if (found) sum = vmul(loadf(found + at, SIDE), decay);
+            for (long other = 0; other < t; other++)
+                sum = vfma(loadf(update_at(h, b, other) + column + at, left - at), vall(by->found[other]), sum);
+            added = vsub(added, sum);
+        }
+        storef(update_at(h, b, t) + column + at, left - at, vmul(added, vall(by->amount)));
+        sum = read ? vmul(loadf(read + at, SIDE), decay) : vzero();
+        for (long other = 0; other <= t; other++)
+            sum = vfma(loadf(update_at(h, b, other) + column + at, left - at), vall(by->read[other]), sum);
+        storef(out + at, left - at, sum);
+    }
+}
+
+/* All rows, for COLUMNS of the state, block by block. The state as of `keep` is written to `kept`; those after it stay
+   in `folded`. */
+static void run_columns(const Head *h, float *kept, float *folded, long column)
+{
+    const Delta *o = h->o;
+    long left = o->size - column, start = h->run.start, keep = h->run.keep;
+    float found[BLOCK * COLUMNS], read[BLOCK * COLUMNS];
+    long ahead = column + COLUMNS < o->size ? COLUMNS : o->width * o->size - column; /* to the next head */
+    Columns written = {kept + column, o->size, 0}, from = {0, 0, 0};
+    if (h->run.applied) from = (Columns){kept + column, o->size, ahead};
+    for (long begin = h->run.applied; begin < h->end; begin += BLOCK) {
+        const Block b = block_of(h, begin);
+        long border = begin + BLOCK, first = begin > start ? begin : start, last = border < h->end ? border : h->end;
+        for (long some, r = first; from.at && r < last; r += some) {
+            some = last - r < ROWS ? last - r : ROWS;
+            float *own_found = found + (r - first) * COLUMNS, *own_read = read + (r - first) * COLUMNS;
+            if (o->corrects) multiply_some(h, r - start, some, 1, from, left, own_found, own_read);
+            else multiply_some(h, r - start, some, 0, from, left, own_found, own_read);
+        }
+        for (long position = first; position < last; position++) {
+            long at = (position - first) * COLUMNS;
+            run_row(h, b, position - begin, from.at ? found + at : 0, from.at ? read + at : 0, column, left);
+        }
+        if (border < h->end || border == keep) {
+            Columns to = border <= keep ? written : (Columns){folded, COLUMNS, 0};
+            fold_columns(h, b, from, to, column, left);
+            from = to;
+        }
+    }
+}
+
+/* True if a run's last rows may take the places of keys that it reads. */
+static inline int overtakes(const Delta *o, Run run) { return run.start + run.count - run.applied > o->depth; }
+
+/* Write a head's decays and its key head's keys of the rows from `keep` on to the rings. */
 static void keep_operands(const Head *h)
 {
     const Delta *o = h->o;
-    for (long position = h->end - o->depth > h->run.start ? h->end - o->depth : h->run.start; position < h->end; position++) {
-        Token used = token_of(h, position, 0);
-        long at = h->run.slot * o->depth + place(position, o->depth), own = at * o->heads + h->head;
-        memcpy(o->values + own * o->size, used.value, (size_t)o->size * sizeof(float));
-        memcpy(o->gates + own * 2, used.gates, 2 * sizeof(float));
-        if (h->head % (o->heads / o->key_heads) == 0)
-            memcpy(o->keys + (at * o->key_heads + h->key_head) * o->width, used.key, (size_t)o->width * sizeof(float));
+    int keeps_keys = h->head % (o->heads / o->key_heads) == 0 && !overtakes(o, h->run);
+    for (long p = h->run.keep > h->run.start ? h->run.keep : h->run.start; p < h->end; p++) {
+        const float *key = h->keys + (p - h->run.start) * o->width;
+        const Block b = block_of(h, p);
+        b.gates[0] = h->decays[p - h->run.start];
+        b.gates[1] = 1.0f;
+        if (keeps_keys) memcpy(b.keys, key, (size_t)o->width * sizeof(float));
     }
 }
 
-static void correct_heads(const void *work, Share *share, int member)
+/* The queries of a row, or its keys, each over its length. */
+static inline void unit_of(const Delta *o, long row, long key_head, int is_key, float *out)
+{
+    const float *own = o->mixed + row * (2 * o->key_heads * o->width + o->heads * o->size);
+    float scale = is_key ? 1.0f : 1.0f / __builtin_sqrtf((float)o->width);
+    unit(own + (is_key * o->key_heads + key_head) * o->width, o->width, o->corrects, scale, out);
+}
+
+/* Floats of a row in a thread's room. */
+static inline long row_room(const Delta *o) { return 2 * o->width + 1 + (long)(sizeof(Factors) / sizeof(float)); }
+
+static void run_heads(const void *work, Share *share, int member)
 {
     const Delta *o = work;
-    long width = o->width, columns = 2 * o->key_heads * width + o->heads * o->size;
-    float *state = o->room + member * (COLUMNS * width + o->runs.rows * (2 * width + 2)), *keys = state + COLUMNS * width;
+    float *folded = o->room + member * (COLUMNS * o->width + o->runs.rows * row_room(o));
     for (long item; (item = take(share, member)) >= 0;) {
         const Run run = run_of(&o->runs, item / o->heads);
         long head = item % o->heads, key_head = head / (o->heads / o->key_heads);
         if (!run.count) continue;
-        float *queries = keys + run.count * width, *gates = queries + run.count * width;
-        const Head h = {o, run, head, key_head, run.start + run.count, keys, queries, gates};
+        float *queries = folded + COLUMNS * o->width, *keys = queries + run.count * o->width;
+        float *decays = keys + run.count * o->width;
+        Factors *factors = (Factors *)(decays + run.count);
+        const Head h = {o, run, head, key_head, run.start + run.count, queries, keys, decays, factors};
         for (long r = 0; r < run.count; r++) {
-            long row = run.first + r;
-            const float *own = o->mixed + row * columns, *key = own + o->key_heads * width;
-            unit(own + key_head * width, width, o->corrects, 1.0f / __builtin_sqrtf((float)width), queries + r * width);
-            unit(key + key_head * width, width, o->corrects, 1.0f, keys + r * width);
-            gates_of(o, row, head, gates + r * 2);
+            unit_of(o, run.first + r, key_head, 0, queries + r * o->width);
+            unit_of(o, run.first + r, key_head, 1, keys + r * o->width);
+            gates_of(o, run.first + r, head, decays + r, &factors[r].amount);
         }
-        float *kept = o->state + (run.slot * o->heads + head) * width * o->size;
-        for (long column = 0; column < o->size; column += COLUMNS) correct_columns(&h, kept, state, column);
+        for (long begin = run.start / BLOCK * BLOCK; begin < h.end; begin += BLOCK) find_factors(&h, begin);
+        float *kept = o->state + (run.slot * o->heads + head) * o->width * o->size;
+        for (long column = 0; column < o->size; column += COLUMNS) run_columns(&h, kept, folded, column);
         keep_operands(&h);
     }
 }
 
-/* See `spd.kernels.recurrent.delta_rule`; room is threads * (32 * width + rows * (2 * width + 2)) floats. */
+/* See `spd.kernels.recurrent.delta_rule`; room is threads * (32 * width + rows * (2 * width + 35)) floats. */
 void spd_delta_rule(const Delta *o, long threads)
 {
     double nanoseconds = 0.2 * (double)(o->runs.rows * o->heads * o->width * o->size);
-    share_out(correct_heads, o, o->runs.count * o->heads, nanoseconds, threads);
+    share_out(run_heads, o, o->runs.count * o->heads, nanoseconds, threads);
+    for (long n = 0; n < o->runs.count; n++) {
+        const Run run = run_of(&o->runs, n);
+        if (!overtakes(o, run)) continue;
+        for (long r = run.keep > run.start ? run.keep - run.start : 0; r < run.count; r++)
+            for (long k = 0; k < o->key_heads; k++) {
+                long at = run.slot * o->depth + place(run.start + r, o->depth);
+                unit_of(o, run.first + r, k, 1, o->keys + (at * o->key_heads + k) * o->width);
+            }
+    }
 }
 
 typedef struct {

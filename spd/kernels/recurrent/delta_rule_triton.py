@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Triton forms of `delta_rule` and `delta_chunks`.
+"""Triton form of `delta_rule`, and of the rows before and after the chunks of a prompt.
 
-A program holds a block of columns of one head's state in registers from the first token to apply to
-the last row: the state is read once and written once. One loop body handles tokens from the ring
-and rows of the pass, and products are fused with sums only by an explicit fma, so that both give
-the same bits. For a prompt chunk the systems of all its parts are solved in parallel, then the
-state is updated part by part.
+A program holds a block of columns of one head's state in registers: it is read once, and written
+where `keep` says so. It goes through the positions block by block, and in a block row by row: the
+products of a row's key and query with the block's keys, each of which has its place in a tile, and
+with the state. Then the block is folded into the state. Each step has one place in the program, so
+a row's bits depend on its position alone. Rings hold keys as they come, with the factors that norm
+them.
 """
 
 from __future__ import annotations
@@ -17,19 +18,26 @@ from torch import Tensor
 
 from spd.kernels.launch import ceil_div, pdl_options, power_of_two
 from spd.kernels.overlap_triton import wait_and_release
-from spd.kernels.recurrent.delta_rule import CHUNK, NORM_EPSILON, DeltaMemory, DeltaRule
+from spd.kernels.recurrent.delta_rule import NORM_EPSILON, DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.short_conv_triton import clear_around, load_run
+from spd.kernels.recurrent.state_blocks import BLOCK
 
 STATE_COLUMNS = 32
 """Columns of a state in one program.
 
 One that loops over rows is one warp, so its sums need no barrier.
 """
+LEAST = 16
+"""Rows and columns of a tile that is multiplied, at least."""
 PART = 16
-"""Columns of keys and rows of a state that are multiplied at once."""
+"""Columns of keys and rows of a state that a chunk multiplies at once."""
+KEY_PART = 32
+"""Columns of keys that a row multiplies at once."""
 PRECISION = tl.constexpr("tf32x3")
 """The input precision of products: as good as float32, on the matrix units."""
+ALL_ROWS, BEFORE_BORDER, BEHIND_BORDER, BEHIND_LAST = range(4)
+"""Parts of a run's rows: see `take_part`."""
 
 
 @triton.jit
@@ -69,135 +77,313 @@ def inverse_length(squares, EPSILON: tl.constexpr, CORRECTS: tl.constexpr):
 
 
 @triton.jit
-def load_token(
-    mixed, raw_gates, keys, values, gates, position, end, start, first, place, head, i, j, gate_stride,
-    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, CORRECTS: tl.constexpr,
-):  # fmt: skip
-    """Load a position's token: from the rings before start, from the pass's rows before end, else
-    zeros."""
-    is_new = (position >= start) & (position < end)
-    in_ring = position < start
-    row = first + position - start
-    key_head = head // (H // HK)
-    source = mixed + row * (2 * HK * WIDTH + H * SIZE)
-    key_at = tl.where(
-        is_new, source + (HK + key_head) * WIDTH, keys + (place * HK + key_head) * WIDTH
-    )
-    value_at = tl.where(
-        is_new, source + 2 * HK * WIDTH + head * SIZE, values + (place * H + head) * SIZE
-    )
-    query = tl.load(source + key_head * WIDTH + i, mask=i < tl.where(is_new, WIDTH, 0), other=0.0)
-    key = tl.load(key_at + i, mask=i < tl.where(is_new | in_ring, WIDTH, 0), other=0.0)
-    value = tl.load(value_at + j, mask=j < tl.where(is_new | in_ring, SIZE, 0), other=0.0)
-    step, amount = load_raw_gates(raw_gates + row * gate_stride + head, is_new, H, CORRECTS)
-    gates_at = gates + (place * H + head) * 2
-    decay = tl.load(gates_at, mask=in_ring, other=0.0)
-    correct = tl.load(gates_at + 1, mask=in_ring, other=0.0)
-    return query, key, value, step, amount, decay, correct
+def take_part(start, count, keep, written, part, BLOCK: tl.constexpr):
+    """Return the positions from and to which rows are computed, and those of the written state.
 
-
-@triton.jit
-def activate_token(query, key, step, amount, decay, correct, is_new, rate, bias, EPSILON, CORRECTS):
-    """Return a token's normed query and key, decay and correction.
-
-    Those of the rings are stored so.
+    These are the position that it has, and that it is to have. part: 0 for all rows, 1 for those
+    before the run's first border, 2 for all behind it, 3 for those behind its last one.
     """
-    log_decay, new_correct = activate_gates(step, amount, rate, bias, CORRECTS)
-    decay = tl.where(is_new, tl.exp(log_decay), decay)
-    correct = tl.where(is_new, new_correct, correct)
-    key *= tl.where(is_new, inverse_length(tl.sum(key * key, 0), EPSILON, CORRECTS), 1.0)
-    query *= inverse_length(tl.sum(query * query, 0), EPSILON, CORRECTS)
-    return query, key, decay, correct
+    end = start + count.to(tl.int32)
+    border = tl.minimum((start + BLOCK - 1) // BLOCK * BLOCK, end)
+    last = tl.maximum(border, end // BLOCK * BLOCK)
+    begin = tl.where(part < 2, start, tl.where(part == 2, border, last))
+    stop = tl.where(part == 1, border, end)
+    written = tl.where(part < 2, written.to(tl.int32), begin)
+    return begin, stop, written, tl.minimum(keep.to(tl.int32), stop)
 
 
 @triton.jit
-def apply_token(state, key, value, decay, correct, CORRECTS):
-    """Return a state [ROWS, COLUMNS] after one token."""
-    state = state * decay
-    if CORRECTS:
-        value -= tl.sum(state * key[:, None], 0)
-    return tl.fma(key[:, None], (value * correct)[None, :], state)
+def element(x, is_row):
+    """Return the element of x [L] where is_row is true."""
+    return tl.sum(tl.where(is_row, x, 0.0), 0)
 
 
 @triton.jit
-def store_token(
-    keys, values, gates, key, value, decay, correct, place, head, i, j, is_new, writes_keys, writes_gates,
-    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+def load_part(source, first, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Load columns [first, first + PART) of a row of WIDTH float32 values; zeros beyond."""
+    i = first + tl.arange(0, PART)
+    return tl.load(source + i, mask=i < WIDTH, other=0.0)
+
+
+@triton.jit
+def load_rows(source, within, first, PART: tl.constexpr, WIDTH: tl.constexpr):
+    """Load columns [first, first + PART) of rows of WIDTH float32 values at source [L]; zeros
+    beyond."""
+    i = first + tl.arange(0, PART)
+    return tl.load(
+        source[:, None] + i[None, :], mask=within[:, None] & (i < WIDTH)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def load_gates(
+    raw_gates, gates, t, begin, end, start, gate_stride, rate, bias, H: tl.constexpr,
+    CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Write a new token to the rings: its value, and in the programs of a first block key and
-    gates."""
-    key_at = keys + (place * HK + head // (H // HK)) * WIDTH
-    gates_at = gates + (place * H + head) * 2
-    tl.store(key_at + i, key, mask=i < tl.where(is_new & writes_keys, WIDTH, 0))
-    tl.store(values + (place * H + head) * SIZE + j, value, mask=j < tl.where(is_new, SIZE, 0))
-    tl.store(gates_at, decay, mask=is_new & writes_gates)
-    tl.store(gates_at + 1, correct, mask=is_new & writes_gates)
+    """Return the decay of tokens t of a block and the factor of their correction or value.
+
+    Those before token `begin` come from the ring, which has no such factor. 1 from `end` on. The
+    run's first row is token `start`.
+    """
+    is_own = (t >= begin) & (t < end)
+    step, amount = load_raw_gates(raw_gates + (t - start) * gate_stride, is_own, H, CORRECTS)
+    log_decay, amount = activate_gates(step, amount, tl.load(rate), tl.load(bias), CORRECTS)
+    decay = tl.load(gates + t * (H * 2), mask=t < begin, other=1.0)
+    return tl.where(is_own, tl.exp(log_decay), decay), amount
+
+
+@triton.jit
+def decay_since(next_decay, position, row_position):
+    """Return the decay at a row's position since each token [L] up to it, of the next tokens'
+    decays."""
+    return tl.cumprod(tl.where(position < row_position, next_decay, 1.0), 0, reverse=True)
+
+
+@triton.jit
+def score_keys(
+    key_at, query_at, keys, is_known, num_stored, width, BLOCK: tl.constexpr, PART: tl.constexpr,
+    HK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the products of a block's known keys [BLOCK] with a row's key and its query.
+
+    The third result is the query's sum of squares. The first `num_stored` columns of the key are
+    stored in its ring's row `keys`.
+    """
+    by_key = tl.zeros((BLOCK, PART), tl.float32)
+    by_query = tl.zeros((BLOCK, PART), tl.float32)
+    squares = tl.zeros((PART,), tl.float32)
+    for some in range(0, width, PART):
+        query = load_part(query_at, some, PART, WIDTH)
+        key = load_part(query_at + HK * WIDTH, some, PART, WIDTH)
+        columns = some + tl.arange(0, PART)
+        tl.store(keys + columns, key, mask=columns < num_stored)
+        tile = load_rows(key_at, is_known, some, PART, WIDTH)
+        by_key = tl.fma(tile, key[None, :], by_key)
+        by_query = tl.fma(tile, query[None, :], by_query)
+        squares = tl.fma(query, query, squares)
+    return tl.sum(by_key, 1), tl.sum(by_query, 1), tl.sum(squares, 0)
+
+
+@triton.jit
+def load_block(
+    mixed, raw_gates, rate, bias, keys, updates, gates, block, begin, end, start, keep, gate_stride, j,
+    DEPTH, H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """Return what is known of a block's tokens, and store the decays of those from `keep` on.
+
+    These are the decays of the next tokens, the factors of corrections or values, the first decay,
+    where keys are, their factors, and updates. Tokens before `begin` are in the rings.
+    """
+    t = tl.arange(0, BLOCK)
+    ring = block % DEPTH
+    decay, amount = load_gates(
+        raw_gates, gates + ring * (H * 2), t, begin - block, end - block, start - block, gate_stride,
+        rate, bias, H, CORRECTS,
+    )  # fmt: skip
+    next_decay, _ = load_gates(
+        raw_gates, gates + ring * (H * 2), t + 1, tl.minimum(begin - block, BLOCK),
+        tl.minimum(end - block, BLOCK), start - block, gate_stride, rate, bias, H, CORRECTS,
+    )  # fmt: skip
+    position = block + t
+    in_ring = position < begin
+    gates_at = gates + (ring + t) * (H * 2)
+    tl.store(gates_at, decay, mask=(position >= tl.maximum(begin, keep)) & (position < end))
+    key_units = tl.load(gates_at + 1, mask=in_ring, other=0.0)
+    new_key_at = mixed + (position - start) * (2 * HK * WIDTH + H * SIZE) + HK * WIDTH
+    key_at = tl.where(in_ring, keys + (ring + t) * (HK * WIDTH), new_key_at)
+    update = tl.load(
+        updates + ((ring + t) * (H * SIZE))[:, None] + j[None, :],
+        mask=in_ring[:, None] & (j < SIZE)[None, :],
+        other=0.0,
+    )
+    return next_decay, amount, element(decay, t == 0), key_at, key_units, update
+
+
+@triton.jit
+def run_row(
+    current, update, key_units, next_decay, first_decay, amount, scale, key_at, query_at, value_at,
+    ring_key, is_kept, position, row_position, in_columns, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """Return a block's updates and factors of keys with those of a row, and what the row reads.
+
+    The row's own update and factor follow. See `load_block` and `score_keys`.
+    """
+    is_row = position == row_position
+    width = tl.where(
+        row_position >= 0, ROWS, 0
+    )  # unknown to the compiler, which would unroll the loop
+    num_stored = tl.where(is_kept, WIDTH, 0)
+    by_key, by_query, squares = score_keys(
+        key_at,
+        query_at,
+        ring_key,
+        position <= row_position,
+        num_stored,
+        width,
+        BLOCK,
+        PART,
+        HK,
+        WIDTH,
+    )
+    query_unit = inverse_length(squares, EPSILON, CORRECTS) * scale
+    key_unit = inverse_length(element(by_key, is_row), EPSILON, CORRECTS)
+    key_units = tl.where(is_row, key_unit, key_units)
+    since = decay_since(next_decay, position, row_position)
+    block_decay = element(since, tl.arange(0, BLOCK) == 0) * first_decay
+    since *= key_units
+    value = tl.load(value_at, mask=in_columns, other=0.0)
+    if CORRECTS:
+        key_row = load_part(query_at + HK * WIDTH, 0, ROWS, WIDTH)
+        value -= tl.sum(current * key_row[:, None], 0) * (block_decay * key_unit)
+        value -= tl.sum((by_key * since)[:, None] * update, 0) * key_unit
+    value *= element(amount, is_row)
+    update = tl.where(is_row[:, None], value[None, :], update)
+    query_row = load_part(query_at, 0, ROWS, WIDTH)
+    result = tl.sum(current * query_row[:, None], 0) * block_decay
+    result += tl.sum((by_query * since)[:, None] * update, 0)
+    return update, key_units, result * query_unit, value, key_unit
+
+
+@triton.jit
+def fold(
+    current, update, key_units, since, first_decay, new_key_at, ring_key_at, num_in_ring,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the state at the end of a block, from that at its begin.
+
+    One token after another, since registers hold no tile of keys beside it. since: the decay at the
+    end since each token. The first `num_in_ring` keys are in the ring.
+    """
+    t = tl.arange(0, BLOCK)
+    current *= element(since, t == 0) * first_decay
+    update *= (since * key_units)[:, None]
+    for token in range(0, BLOCK):
+        key_at = tl.where(
+            token < num_in_ring, ring_key_at + token * (HK * WIDTH), new_key_at + token * WIDE
+        )
+        key_row = load_part(key_at, 0, ROWS, WIDTH)
+        added = tl.sum(tl.where((t == token)[:, None], update, 0.0), 0)
+        current = tl.fma(key_row[:, None], added[None, :], current)
+    return current
+
+
+@triton.jit
+def columns_of(
+    state, table, run, head, j, num_rows, H: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to columns j of one head's state, [ROWS, COLUMNS], and the mask of its first
+    `num_rows` rows."""
+    i = tl.arange(0, ROWS)
+    state += (tl.load(table + run) * H + head) * (WIDTH * SIZE)
+    return state + i[:, None] * SIZE + j[None, :], (i < num_rows)[:, None] & (j < SIZE)[None, :]
 
 
 @triton.jit(
-    do_not_specialize=["G", "T", "DEPTH", "gate_stride"],
+    do_not_specialize=["G", "T", "DEPTH", "gate_stride", "part"],
     do_not_specialize_on_alignment=["raw_gates"],
 )
 def delta_rule_kernel(
-    mixed, raw_gates, rate, bias, state, keys, values, gates, out, table, applied, G, T, DEPTH, gate_stride,
-    scale, H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
+    mixed, raw_gates, rate, bias, state, keys, updates, gates, out, table, applied, G, T, DEPTH, gate_stride,
+    scale, part, H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr,
+    CORRECTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Apply a run's tokens, each loaded early, to COLUMNS columns of one head's state."""
+    """Run a part of a run's rows over COLUMNS columns of one head's state."""
     wait_and_release(PDL)
-    block = tl.program_id(0)
     head = tl.program_id(1)
     run = tl.program_id(2)
-    slot, first, count, start, keep, begin = load_run(table, applied, run, G)
-    i = tl.arange(0, ROWS)
-    j = block * COLUMNS + tl.arange(0, COLUMNS)
+    slot, first, count, start, keep, written = load_run(table, applied, run, G)
+    start = start.to(tl.int32)  # as all positions and offsets within a slot; bases are wider
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     out += head * SIZE + j
-    clear_around(out, j < SIZE, table, run, first, count, G, T, H * SIZE)
-    if count == 0:
+    if part < 2:
+        clear_around(out, j < SIZE, table, run, first, count, G, T, H * SIZE)
+    begin, end, written, keep = take_part(start, count, keep, written, part, BLOCK)
+    if begin >= end:
         return
-    in_state = (i < WIDTH)[:, None] & (j < SIZE)[None, :]
-    state += (slot * H + head) * (WIDTH * SIZE) + i[:, None] * SIZE + j[None, :]
-    is_stored = in_state & (i < tl.where(begin > 0, WIDTH, 0))[:, None]
-    current = tl.load(state, mask=is_stored, other=0.0, eviction_policy="evict_first")
-    head_rate = tl.load(rate + head)
-    head_bias = tl.load(bias + head)
-    writes_keys = (head % (H // HK) == 0) & (block == 0)
-    end = start + count
-    place = slot * DEPTH + begin % DEPTH
-    query, key, value, step, amount, decay, correct = load_token(
-        mixed, raw_gates, keys, values, gates, begin, end, start, first, place, head, i, j, gate_stride,
-        H, HK, WIDTH, SIZE, CORRECTS,
-    )  # fmt: skip
-    for position in range(begin, end):
-        next_place = slot * DEPTH + (position + 1) % DEPTH
-        next_query, next_key, next_value, next_step, next_amount, next_decay, next_correct = load_token(
-            mixed, raw_gates, keys, values, gates, position + 1, end, start, first, next_place, head, i, j,
-            gate_stride, H, HK, WIDTH, SIZE, CORRECTS,
+    num_rows = tl.where(written > 0, WIDTH, 0)
+    at, within = columns_of(state, table, run, head, j, num_rows, H, WIDTH, SIZE, ROWS)
+    current = tl.load(at, mask=within, other=0.0, eviction_policy="evict_first")
+    # Programs of the first columns write the gates, and those of a key head's first head the keys.
+    gates_from = tl.where(tl.program_id(0) == 0, keep, end)
+    keys_from = tl.where(head % (H // HK) == 0, gates_from, end)
+    WIDE: tl.constexpr = 2 * HK * WIDTH + H * SIZE
+    mixed += first * WIDE + head // (H // HK) * WIDTH
+    value_offset = 2 * HK * WIDTH + head * SIZE - head // (H // HK) * WIDTH
+    raw_gates += first * gate_stride + head
+    keys += slot * (DEPTH * HK * WIDTH) + head // (H // HK) * WIDTH
+    updates += slot * (DEPTH * H * SIZE) + head * SIZE
+    gates += slot * (DEPTH * H * 2) + head * 2
+    out += first * (H * SIZE)
+    for block in range(written, end, BLOCK):
+        position = block + tl.arange(0, BLOCK)
+        next_decay, amount, first_decay, key_at, key_units, update = load_block(
+            mixed, raw_gates, rate + head, bias + head, keys, updates, gates, block, begin, end, start,
+            gates_from, gate_stride, j, DEPTH, H, HK, WIDTH, SIZE, BLOCK, CORRECTS,
         )  # fmt: skip
-        is_new = position >= start
-        query, key, decay, correct = activate_token(
-            query, key, step, amount, decay, correct, is_new, head_rate, head_bias, EPSILON, CORRECTS
-        )  # fmt: skip
-        if position == keep:
-            tl.store(state, current, mask=in_state, cache_modifier=".cs")
-        store_token(
-            keys, values, gates, key, value, decay, correct, place, head, i, j, is_new, writes_keys,
-            block == 0, H, HK, WIDTH, SIZE,
-        )  # fmt: skip
-        current = apply_token(current, key, value, decay, correct, CORRECTS)
-        if is_new:
-            read = tl.sum(current * (query * scale)[:, None], 0)
-            tl.store(out + (first + position - start) * (H * SIZE), read, mask=j < SIZE)
-        query = next_query
-        key = next_key
-        value = next_value
-        place = next_place
-        step = next_step
-        amount = next_amount
-        decay = next_decay
-        correct = next_correct
-    if keep == end:
-        tl.store(state, current, mask=in_state, cache_modifier=".cs")
+        for row_position in range(tl.maximum(block, begin), tl.minimum(block + BLOCK, end)):
+            query_at = mixed + (row_position - start) * WIDE
+            place = row_position % DEPTH
+            update, key_units, result, own_update, key_unit = run_row(
+                current, update, key_units, next_decay, first_decay, amount, scale, key_at, query_at,
+                query_at + value_offset + j, keys + place * (HK * WIDTH), row_position >= keys_from, position,
+                row_position, j < SIZE, ROWS, BLOCK, PART, HK, WIDTH, EPSILON, CORRECTS,
+            )  # fmt: skip
+            tl.store(out + (row_position - start) * (H * SIZE), result, mask=j < SIZE)
+            tl.store(gates + place * (H * 2) + 1, key_unit, mask=row_position >= gates_from)
+            is_kept = j < tl.where(row_position >= keep, SIZE, 0)
+            tl.store(updates + place * (H * SIZE) + j, own_update, mask=is_kept)
+        if (block + BLOCK < end) | (block + BLOCK == keep):
+            current = fold(
+                current, update, key_units, decay_since(next_decay, position, block + BLOCK - 1), first_decay,
+                mixed + (block - start) * WIDE + HK * WIDTH, keys + block % DEPTH * (HK * WIDTH),
+                begin - block, WIDE, ROWS, BLOCK, HK, WIDTH,
+            )  # fmt: skip
+            if block + BLOCK == keep:
+                at, within = columns_of(state, table, run, head, j, WIDTH, H, WIDTH, SIZE, ROWS)
+                tl.store(at, current, mask=within, cache_modifier=".cs")
+
+
+def launch_rows(
+    mixed: Tensor,
+    raw_gates: Tensor,
+    rule: DeltaRule,
+    memory: DeltaMemory,
+    rows: Segments,
+    out: Tensor,
+    part: int,
+) -> None:
+    """Launch the rows of one part of every run; see `take_part`."""
+    shape = constants(rule, memory)
+    size = memory.state.shape[3]
+    columns = min(STATE_COLUMNS, max(LEAST, power_of_two(size)))
+    runs = rows.table.shape[1]
+    delta_rule_kernel[(ceil_div(size, columns), memory.state.shape[1], runs)](
+        mixed,
+        raw_gates,
+        rule.rate,
+        rule.bias,
+        memory.state,
+        memory.keys,
+        memory.updates,
+        memory.gates,
+        out,
+        rows.table,
+        rows.applied,
+        runs,
+        len(mixed),
+        memory.keys.shape[1],
+        raw_gates.stride(0),
+        scale_of(rule, memory),
+        part,
+        COLUMNS=columns,
+        BLOCK=BLOCK,
+        num_warps=1,
+        **{**shape, "PART": min(KEY_PART, shape["ROWS"])},
+    )
 
 
 def delta_rule(
@@ -205,291 +391,33 @@ def delta_rule(
 ) -> Tensor:
     """Launch `Kernels.delta_rule`; rows of raw_gates have stride 1."""
     assert raw_gates.stride(1) == 1
-    heads, width, size = memory.state.shape[1:]
-    depth = memory.keys.shape[1]
+    heads, _, size = memory.state.shape[1:]
     out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
-    columns = min(STATE_COLUMNS, power_of_two(size))
-    runs = rows.table.shape[1]
-    delta_rule_kernel[(ceil_div(size, columns), heads, runs)](
-        mixed,
-        raw_gates,
-        rule.rate,
-        rule.bias,
-        memory.state,
-        memory.keys,
-        memory.values,
-        memory.gates,
-        out,
-        rows.table,
-        rows.applied,
-        runs,
-        len(mixed),
-        depth,
-        raw_gates.stride(0),
-        width**-0.5 if rule.corrects else 1.0,
-        COLUMNS=columns,
-        num_warps=1,
-        enable_fp_fusion=False,
-        **_constants(rule, memory),
-    )
+    # Windows of equal widths fit into the rings beside the rows before them. The rows of a longer
+    # run, a prompt's, are stored once no program reads the rings.
+    is_window = len(mixed) // rows.table.shape[1] <= memory.keys.shape[1] - BLOCK
+    for part in (ALL_ROWS,) if is_window else (BEFORE_BORDER, BEHIND_BORDER):
+        launch_rows(mixed, raw_gates, rule, memory, rows, out, part)
     return out
 
 
-def _constants(rule: DeltaRule, memory: DeltaMemory) -> dict[str, float]:
+def scale_of(rule: DeltaRule, memory: DeltaMemory) -> float:
+    """Return the factor of queries."""
+    return memory.state.shape[2] ** -0.5 if rule.corrects else 1.0
+
+
+def constants(rule: DeltaRule, memory: DeltaMemory) -> dict[str, float]:
     """Return the constants and launch options that the kernels of the delta rule share.
 
     ROWS is WIDTH as a power of two. Neighbouring programs read neighbouring columns.
     """
     heads, width, size = memory.state.shape[1:]
-    key_heads = memory.keys.shape[2]
-    sizes = {"H": heads, "HK": key_heads, "WIDTH": width, "SIZE": size, "ROWS": power_of_two(width)}
+    rows = max(LEAST, power_of_two(width))
+    sizes = {"H": heads, "HK": memory.keys.shape[2], "WIDTH": width, "SIZE": size, "ROWS": rows}
     return {
         **sizes,
+        "PART": min(PART, rows),
         "EPSILON": NORM_EPSILON,
         "CORRECTS": rule.corrects,
         **pdl_options(rule.rate.device),
     }
-
-
-@triton.jit
-def load_rows(source, within, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load columns [first, first + ROWS) of rows of WIDTH float32 values at source [L]; zeros
-    beyond."""
-    i = first + tl.arange(0, ROWS)
-    return tl.load(
-        source[:, None] + i[None, :], mask=within[:, None] & (i < WIDTH)[None, :], other=0.0
-    )
-
-
-@triton.jit
-def load_chunk_gates(
-    raw_gates, row, gate_stride, head, within, rate, bias, H: tl.constexpr, CORRECTS: tl.constexpr
-):
-    """Return the log decay of rows [L] since before the chunk, and their correction factors."""
-    row_gates = raw_gates + row * gate_stride + head
-    head_rate = tl.load(rate + head)
-    head_bias = tl.load(bias + head)
-    step, amount = load_raw_gates(row_gates, within, H, CORRECTS)
-    decay, amount = activate_gates(step, amount, head_rate, head_bias, CORRECTS)
-    return tl.cumsum(tl.where(within, decay, 0.0), 0), tl.where(within, amount, 0.0)
-
-
-@triton.jit(do_not_specialize=["G", "gate_stride"], do_not_specialize_on_alignment=["raw_gates"])
-def delta_solve_kernel(
-    mixed, raw_gates, rate, bias, solved, table, applied, G, gate_stride, scale,
-    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr, CORRECTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Store one chunk's scores between its rows, and the inverse of its triangular system, for one
-    head."""
-    wait_and_release(PDL)
-    run = tl.program_id(0)
-    chunk = tl.program_id(1)
-    head = tl.program_id(2)
-    _, first, count, _, _, _ = load_run(table, applied, run, G)
-    if chunk * L >= count:
-        return
-    t = tl.arange(0, L)
-    row = first + chunk * L + t
-    within = chunk * L + t < count
-    log_decay, correct = load_chunk_gates(
-        raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS
-    )
-    row_decay = tl.exp(
-        tl.where(t[:, None] >= t[None, :], log_decay[:, None] - log_decay[None, :], float("-inf"))
-    )
-    source = mixed + row * (2 * HK * WIDTH + H * SIZE) + head // (H // HK) * WIDTH
-    scores = tl.zeros((L, L), tl.float32)
-    system = tl.zeros((L, L), tl.float32)
-    query_square = tl.zeros((L,), tl.float32)
-    key_square = tl.zeros((L,), tl.float32)
-    for part in range(0, ROWS, PART):
-        query = load_rows(source, within, part, PART, WIDTH)
-        key = load_rows(source + HK * WIDTH, within, part, PART, WIDTH)
-        query_square += tl.sum(query * query, 1)
-        key_square += tl.sum(key * key, 1)
-        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
-        system = tl.dot(key, tl.trans(key), system, input_precision=PRECISION)
-    key_unit = inverse_length(key_square, EPSILON, CORRECTS)
-    row_decay *= key_unit[None, :]
-    at = (
-        solved
-        + ((run * tl.num_programs(1) + chunk) * H + head) * (2 * L * L)
-        + t[:, None] * L
-        + t[None, :]
-    )
-    tl.store(
-        at, scores * row_decay * (inverse_length(query_square, EPSILON, CORRECTS) * scale)[:, None]
-    )
-    if CORRECTS:
-        system = tl.where(
-            t[:, None] > t[None, :], system * row_decay * (key_unit * correct)[:, None], 0.0
-        )
-        inverse = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-        for step in range(0, L - 1):
-            factors = tl.sum(tl.where(t[None, :] == step, system, 0.0), 1)
-            pivot_row = tl.sum(tl.where(t[:, None] == step, inverse, 0.0), 0)
-            inverse -= factors[:, None] * pivot_row[None, :]
-        tl.store(at + L * L, inverse)
-
-
-@triton.jit
-def update_state(
-    part_at, key_at, written, log_decay, within, written_rows, j, ROWS, PART, WIDTH, SIZE
-):
-    """Decay a state by a chunk's decay and add the products of keys and written values, PART rows a
-    time."""
-    for part in range(0, ROWS, PART):
-        key = load_rows(key_at, within, part, PART, WIDTH)
-        i = part + tl.arange(0, PART)
-        state_part = tl.load(
-            part_at + part * SIZE,
-            mask=(i < written_rows)[:, None] & (j < SIZE)[None, :],
-            other=0.0,
-        )
-        state_part = tl.dot(
-            tl.trans(key), written, state_part * tl.exp(log_decay), input_precision=PRECISION
-        )
-        tl.store(part_at + part * SIZE, state_part, mask=(i < WIDTH)[:, None] & (j < SIZE)[None, :])
-
-
-@triton.jit
-def query_state(
-    part_at, query_at, key_at, within, written_rows, j, L, COLUMNS, ROWS, PART, WIDTH, SIZE
-):
-    """Multiply a state by a chunk's keys and queries: [L, COLUMNS] each, and their sums of squares
-    [L]."""
-    predicted = tl.zeros((L, COLUMNS), tl.float32)
-    read = tl.zeros((L, COLUMNS), tl.float32)
-    query_square = tl.zeros((L,), tl.float32)
-    key_square = tl.zeros((L,), tl.float32)
-    for part in range(0, ROWS, PART):
-        query = load_rows(query_at, within, part, PART, WIDTH)
-        key = load_rows(key_at, within, part, PART, WIDTH)
-        in_state = (part + tl.arange(0, PART) < written_rows)[:, None] & (j < SIZE)[None, :]
-        state_part = tl.load(part_at + part * SIZE, mask=in_state, other=0.0)
-        query_square += tl.sum(query * query, 1)
-        key_square += tl.sum(key * key, 1)
-        predicted = tl.dot(key, state_part, predicted, input_precision=PRECISION)
-        read = tl.dot(query, state_part, read, input_precision=PRECISION)
-    return predicted, read, query_square, key_square
-
-
-@triton.jit(
-    do_not_specialize=["G", "T", "gate_stride", "chunks"],
-    do_not_specialize_on_alignment=["raw_gates"],
-)
-def delta_chunks_kernel(
-    mixed, raw_gates, rate, bias, state, solved, out, table, applied, G, gate_stride, scale, T, chunks,
-    H: tl.constexpr, HK: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, L: tl.constexpr, PART: tl.constexpr, EPSILON: tl.constexpr,
-    CORRECTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Apply a run's chunks, one after another, to COLUMNS columns of one head's state."""
-    wait_and_release(PDL)
-    run = tl.program_id(0)
-    head = tl.program_id(1)
-    slot, first, count, start, _, _ = load_run(table, applied, run, G)
-    j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    t = tl.arange(0, L)
-    clear_around(out + head * SIZE + j, j < SIZE, table, run, first, count, G, T, H * SIZE)
-    if count == 0:
-        return
-    part_at = (
-        state + (slot * H + head) * (WIDTH * SIZE) + tl.arange(0, PART)[:, None] * SIZE + j[None, :]
-    )
-    at = solved + (run * chunks * H + head) * (2 * L * L) + t[:, None] * L + t[None, :]
-    for chunk in range(0, tl.cdiv(count, L)):
-        row = first + chunk * L + t
-        within = chunk * L + t < count
-        log_decay, correct = load_chunk_gates(
-            raw_gates, row, gate_stride, head, within, rate, bias, H, CORRECTS
-        )
-        source = mixed + row * (2 * HK * WIDTH + H * SIZE)
-        query_at = source + head // (H // HK) * WIDTH
-        # At position 0 the memory holds another request's state.
-        written_rows = tl.where((start > 0) | (chunk > 0), WIDTH, 0)
-        predicted, read, query_square, key_square = query_state(
-            part_at, query_at, query_at + HK * WIDTH, within, written_rows, j, L, COLUMNS, ROWS, PART,
-            WIDTH, SIZE,
-        )  # fmt: skip
-        start_decay = tl.exp(log_decay)
-        key_unit = inverse_length(key_square, EPSILON, CORRECTS)
-        in_rows = within[:, None] & (j < SIZE)[None, :]
-        value_at = (source + 2 * HK * WIDTH + head * SIZE)[:, None] + j[None, :]
-        written = tl.load(value_at, mask=in_rows, other=0.0)
-        if CORRECTS:
-            error = written - predicted * (key_unit * start_decay)[:, None]
-            written = tl.dot(
-                tl.load(at + L * L), error * correct[:, None], input_precision=PRECISION
-            )
-        else:
-            written *= correct[:, None]
-        read *= (inverse_length(query_square, EPSILON, CORRECTS) * scale * start_decay)[:, None]
-        read = tl.dot(tl.load(at), written, read, input_precision=PRECISION)
-        tl.store(out + ((row * H + head) * SIZE)[:, None] + j[None, :], read, mask=in_rows)
-        last = tl.sum(tl.where(t == L - 1, log_decay, 0.0), 0)
-        written *= (key_unit * tl.exp(last - log_decay))[:, None]
-        tl.debug_barrier()  # other threads have read these parts of the state in the loop above
-        update_state(
-            part_at, query_at + HK * WIDTH, written, last, within, written_rows, j, ROWS, PART, WIDTH,
-            SIZE,
-        )  # fmt: skip
-        tl.debug_barrier()
-        at += H * (2 * L * L)
-
-
-def delta_chunks(
-    mixed: Tensor, raw_gates: Tensor, rule: DeltaRule, memory: DeltaMemory, rows: Segments
-) -> Tensor:
-    """Launch `Kernels.delta_chunks`; rows of raw_gates have stride 1."""
-    assert raw_gates.stride(1) == 1
-    heads, width, size = memory.state.shape[1:]
-    out = torch.empty((mixed.shape[0], heads, size), dtype=torch.float32, device=mixed.device)
-    columns = min(STATE_COLUMNS, max(16, power_of_two(size)))
-    runs = rows.table.shape[1]
-    chunks = ceil_div(mixed.shape[0], CHUNK)
-    solved = torch.empty(
-        (runs, chunks, heads, 2, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device
-    )
-    shape = {
-        **_constants(rule, memory),
-        "L": CHUNK,
-        "PART": max(16, min(PART, power_of_two(width))),
-    }
-    gate_stride = raw_gates.stride(0)
-    scale = width**-0.5 if rule.corrects else 1.0
-    delta_solve_kernel[(runs, chunks, heads)](
-        mixed,
-        raw_gates,
-        rule.rate,
-        rule.bias,
-        solved,
-        rows.table,
-        rows.applied,
-        runs,
-        gate_stride,
-        scale,
-        num_warps=1,
-        **shape,
-    )
-    delta_chunks_kernel[(runs, heads, ceil_div(size, columns))](
-        mixed,
-        raw_gates,
-        rule.rate,
-        rule.bias,
-        memory.state,
-        solved,
-        out,
-        rows.table,
-        rows.applied,
-        runs,
-        gate_stride,
-        scale,
-        len(mixed),
-        chunks,
-        COLUMNS=columns,
-        num_warps=2,
-        **shape,
-    )
-    return out

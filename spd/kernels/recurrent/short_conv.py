@@ -24,7 +24,10 @@ class SegmentRow(NamedTuple):
     start: int
     """The position of the first row."""
     keep: int
-    """The position up to which tokens are in the written state, from applied to start + rows."""
+    """The position of the state that is written: a border from `applied` to start + rows.
+
+    Tokens before it are committed. Rows before it are not stored in the rings of `DeltaMemory`.
+    """
 
 
 class Segments(NamedTuple):
@@ -35,7 +38,7 @@ class Segments(NamedTuple):
 
     table: Tensor
     """int64 [5, G], ordered by first rows: the fields of `SegmentRow`."""
-    applied: Tensor  # int64 [S], the position of each slot's written state
+    applied: Tensor  # int64 [S], the position of each slot's written state, a border
 
     @property
     def slots(self) -> Tensor:

@@ -30,7 +30,7 @@ from spd.runtime.round.cpu_load import AdaptiveThreads, thread_counts
 from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.kv_cache import KvCache
-from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, ring_depth
+from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round import Round
@@ -66,7 +66,7 @@ def _load_runners(
             dtype=execution.dtype,
             device=plan.device,
             slots=shape.slots,
-            depth=ring_depth(shape.draft_max),
+            depth=shape.ring_depth(folder.config),
             rounded=shape.rounds_cache,
         )
         runner = ModelRunner(

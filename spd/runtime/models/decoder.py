@@ -169,7 +169,7 @@ class Decoder:
         return ModelOutput(hidden, fuser.fuse(scaled_streams, batch))
 
     def apply_rings(self, segments: Segments, caches: list[LayerCache]) -> None:
-        """Apply the rows in the rings of recurrent layers to their states.
+        """Bring the states of recurrent layers to a border, by the tokens of their rings.
 
         segments: one row of each slot, a placeholder of the row that is fed next.
         """

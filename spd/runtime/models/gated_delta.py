@@ -76,7 +76,7 @@ class GatedDelta:
         return self.output(gated, batch, stream)
 
     def apply_rings(self, cache: LayerCache, segments: Segments) -> None:
-        """Apply the rows in the rings to the states, before a segment of one placeholder row of
+        """Fold the tokens of the rings into the states, before a segment of one placeholder row of
         zeros.
         """
         ring, *memory = cache.pools

@@ -123,8 +123,8 @@ class DeltaLayout:
             ((depth, self.channels), False),  # inputs of the convolution
             (self.state_shape, True),
             ((depth, delta.key_heads, delta.key_dim), True),  # rings: keys,
-            ((depth, delta.value_heads, delta.value_dim), True),  # values,
-            ((depth, delta.value_heads, 2), True),  # decay and correction
+            ((depth, delta.value_heads, delta.value_dim), True),  # updates,
+            ((depth, delta.value_heads, 2), True),  # decay and factor of the key
         )
 
     @property

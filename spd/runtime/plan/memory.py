@@ -14,6 +14,7 @@ from spd.formats.mtp import MtpSource
 from spd.formats.names import EMBEDDING
 from spd.kernels.attention.attention_chunks import KV_BLOCK, num_chunks
 from spd.kernels.capabilities import CAPABILITIES
+from spd.kernels.recurrent.state_blocks import BLOCK
 from spd.runtime.models import family_layout
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.layouts import AttentionLayout, MixerLayout
@@ -27,7 +28,14 @@ from spd.runtime.models.weights import (
     count_layout_bytes,
 )
 from spd.runtime.plan.config import format_size
-from spd.runtime.round.limits import CATCH_UP, NUM_RESERVED, PAGE_SIZE, ring_depth, state_depth
+from spd.runtime.round.limits import (
+    CATCH_UP,
+    NUM_RESERVED,
+    PAGE_SIZE,
+    draft_window,
+    ring_depth,
+    state_depth,
+)
 
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
 """Float32 copies of the logits alive at once: torch's sampler sorts, sums and draws in tensors."""
@@ -100,6 +108,11 @@ class EngineShape:
         """Return the rows that a block drafter runs behind the newest token; 0 for another one."""
         block = None if self.draft is None else self.draft.block
         return 0 if block is None else block.block_size - 1
+
+    def ring_depth(self, config: ModelConfig) -> int:
+        """Return the rows of a slot's rings in the recurrent layers of the target or draft model."""
+        is_target = config is self.target
+        return ring_depth(self.draft_max + 1 if is_target else draft_window(self.draft_max))
 
     def rows_ahead(self, next_k: int) -> int:
         """Return the positions behind the newest token that drafting next_k tokens may write."""
@@ -202,7 +215,7 @@ def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     """Return the bytes of one slot in recurrent layers on a rank: states, and rings of rows."""
     width = DTYPE_BYTES[shape.dtype]
-    depth = ring_depth(shape.draft_max)
+    depth = shape.ring_depth(config)
     total = 0
     for block in rank_layout(config, ranks).recurrent_blocks:
         for sizes, exact in block.slot_shapes(depth):
@@ -211,18 +224,23 @@ def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
 
 
 def snapshot_nbytes(shape: EngineShape) -> int:
-    """Return the bytes of one snapshot: states, latest inputs and a page, drafter included."""
+    """Return the bytes of one snapshot, drafter included.
+
+    That is the states, the blocks of rings behind them, the latest inputs and a page.
+    """
     width = DTYPE_BYTES[shape.dtype]
     total = 0
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
-            inputs = sum(
-                (block.kernel - 1) * block.channels
-                for block in rank_layout(config, ranks).recurrent_blocks
-            )
+            inputs = 0
+            for block in rank_layout(config, ranks).recurrent_blocks:
+                inputs += (block.kernel - 1) * block.channels
+                exact = sum(
+                    math.prod(sizes) for sizes, is_exact in block.slot_shapes(BLOCK) if is_exact
+                )
+                total += 4 * exact
             captured = 0 if config.eagle3 is None else config.hidden_size
-            total += state_bytes(config, ranks) + page_bytes(config, shape.kv, ranks)
-            total += (inputs + captured) * width
+            total += page_bytes(config, shape.kv, ranks) + (inputs + captured) * width
     if (mtp := shape.mtp) is not None:
         total += shape.mtp_modules * (_module_page_bytes(shape) + mtp.config.hidden_size * width)
     return total

@@ -59,7 +59,7 @@ class ModelProposer(Proposer):
         """
         first = self.state.prompt_length - 1
         cache = self.runners[0].cache
-        if cache.recurrent:  # a state's tokens cannot be fed again
+        if cache.recurrent:  # the tokens in a written state cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
         rows = self.kernels.committed_window(
             state=self.state,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.native.packed import LARGE_PAGE, advise_large_pages
+from spd.kernels.recurrent.state_blocks import BLOCK, last_border
 from spd.runtime.layers.base import LayerCache
 from spd.runtime.models.layouts import AttentionLayout, MixerLayout, RecurrentLayout
 from spd.runtime.round.limits import NUM_RESERVED
@@ -82,20 +83,25 @@ class KvCache:
                         )
             self.layers.append(LayerCache(tuple(pools)))
         self.applied = torch.zeros(slots if self.recurrent else 0, dtype=torch.long, device=device)
-        """The position as of which each slot's recurrent states are, int64 [slots]."""
+        """The position as of which each slot's recurrent states are, a border, int64 [slots]."""
 
     def continuation_views(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
         """Yield views of all that a slot needs to continue at position `end`.
 
-        These are the page of that position, and the slot's recurrent states with the latest inputs
-        of its convolutions.
+        These are the page of that position, the slot's recurrent states as of the last border with
+        the block of their rings behind it, and the latest inputs of its convolutions.
         """
         for layer, layout in zip(self.layers, self.layouts, strict=True):
             if isinstance(layout, RecurrentLayout):
-                ring, *states = layer.pools[:2]
-                yield from (state[slot] for state in states)
+                inputs, *memory = layer.pools
+                depth = inputs.shape[1]
+                place = last_border(end) % depth
+                for state in memory[:1]:
+                    yield state[slot]
+                for ring in memory[1:]:
+                    yield ring[slot, place : place + BLOCK]
                 for position in range(end - layout.kernel + 1, end):  # no row below 0 is read
-                    yield ring[slot, position % ring.shape[1]]
+                    yield inputs[slot, position % depth]
             else:
                 yield from (pool[page] for pool in layer.pools)
 

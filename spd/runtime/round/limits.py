@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spd.kernels.capabilities import CAPABILITIES
+from spd.kernels.recurrent.state_blocks import BLOCK
 
 PAGE_SIZE = 64
 """Positions of a page."""
@@ -33,10 +34,15 @@ def state_depth(chunk: int, draft_max: int, modules: int) -> int:
     return max(chunk, CAPABILITIES["triton"].tail_rows, catch_up) + 1
 
 
-def ring_depth(draft_max: int) -> int:
-    """Return the rows of a slot that recurrent layers store in addition to its state.
+def ring_depth(window: int) -> int:
+    """Return the rows of a slot's rings in recurrent layers, for passes of at most `window` rows.
 
-    A pass applies the rows of the pass before while it writes its own; a catch-up has the most
-    rows.
+    They hold the rows since the written state, up to a block and the pass before, while a pass
+    writes its own. They are a multiple of `BLOCK`, so that a block does not wrap.
     """
-    return 2 * (CATCH_UP + 3 * (draft_max + 1))
+    return -(-(BLOCK + 2 * window) // BLOCK) * BLOCK
+
+
+def draft_window(draft_max: int) -> int:
+    """Return the rows of a slot in a pass of a draft model at most: a catch-up has the most."""
+    return CATCH_UP + 3 * (draft_max + 1)

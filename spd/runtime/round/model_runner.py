@@ -21,6 +21,7 @@ from spd.kernels.attention.paged_attention import AttentionPlan, Windows
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw
 from spd.kernels.recurrent.short_conv import SegmentRow, Segments
+from spd.kernels.recurrent.state_blocks import last_border
 from spd.kernels.round.window import Rows, kv_slots
 from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.base import ForwardBatch, HeadShape, HeadStates, ModelOutput
@@ -118,10 +119,10 @@ class ModelRunner:
                 slot=0, token_ids=ids, begin=begin, end=begin + rows, view=view, chunked=False
             )
             slot_rows = SlotRows(self.prompt_rows(part), self.page_tables([part]), [view], states)
-            if cache.recurrent:  # the state is as of `start`; the tokens after it are applied again
-                table = torch.tensor([[0], [0], [rows], [begin], [start]], device=self.device)
-                segments = Segments(table, cache.applied.fill_(start))
-                slot_rows = slot_rows._replace(segments=segments)
+            if cache.recurrent:
+                applied = cache.applied.fill_(last_border(start))
+                table = torch.tensor([0, 0, rows, begin, last_border(start)], device=self.device)
+                slot_rows = slot_rows._replace(segments=Segments(table[:, None], applied))
             hidden = model.forward(self._batch(slot_rows), cache.layers).hidden
             return hidden, model.logits(hidden, WIDEST)
 
@@ -208,7 +209,7 @@ class ModelRunner:
                         first=first,
                         rows=part.end - part.begin,
                         start=part.begin,
-                        keep=part.end,
+                        keep=last_border(part.end),
                     )
                     for part, first in zip(parts, firsts, strict=True)
                 ]
@@ -376,17 +377,17 @@ class ModelRunner:
         return tokens.view(slots, rows), finite.view(slots, rows)
 
     def admit(self, slot: int, start: int) -> None:
-        """Begin a slot that has pages and recurrent states as of position `start`."""
+        """Begin a slot that has pages, recurrent states and rings as of position `start`."""
         if self.cache.recurrent:
-            self.cache.applied[slot].fill_(start)
+            self.cache.applied[slot].fill_(last_border(start))
 
     def settle(self, slot: int, end: int) -> None:
-        """Advance a slot's recurrent states to position `end`, by its ring rows, all of them committed."""
+        """Bring a slot's recurrent states to the last border up to `end`, all of it committed."""
         if self.cache.recurrent:
             end = min(end, self.model.max_positions)
-            segment = SegmentRow(slot, first=0, rows=1, start=end, keep=end)
+            segment = SegmentRow(slot, first=0, rows=1, start=end, keep=last_border(end))
             self.model.apply_rings(self._segments([segment]), self.cache.layers)
-            self.cache.applied[slot].fill_(end)
+            self.cache.applied[slot].fill_(segment.keep)
 
     def prompt_rows(self, part: PromptPart, width: int | None = None) -> Rows:
         """Return the rows of a part of a prompt, as one window or as windows of `width`.

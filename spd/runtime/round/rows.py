@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spd.kernels.recurrent.short_conv import Segments
+from spd.kernels.recurrent.state_blocks import BLOCK
 from spd.kernels.round.window import Rows
 from spd.runtime.layers.base import HeadStates
 
@@ -108,7 +109,7 @@ class SlotRows(NamedTuple):
         """Return the rows with segments of the valid ones, which are adjacent in each window.
 
         slots: int64 [S]. prefix_committed: True if all tokens before the rows are committed, so
-        that states may be stored as of there.
+        that states may be written as of the last border up to there.
         """
         valid = self.rows.valid.long()
         positions = self.rows.positions
@@ -116,7 +117,7 @@ class SlotRows(NamedTuple):
         count = valid.sum(1)
         start = positions.gather(1, first[:, None])[:, 0]
         row = torch.arange(len(slots), device=slots.device) * valid.shape[1] + first
-        keep = start if prefix_committed else applied[slots]
+        keep = start // BLOCK * BLOCK if prefix_committed else applied[slots]
         return self._replace(
             segments=Segments(torch.stack((slots, row, count, start, keep)), applied)
         )
