@@ -231,7 +231,7 @@ def drawn_texts(rule: str, drawn: bool, slots: int, k: int = 3) -> tuple[Tensor,
         state.draft.fill_(0)
         state.num_drafts.fill_(k)
 
-    certain = SimpleNamespace(capture=lambda *_: None, draft=zeros)
+    certain = SimpleNamespace(store_target_states=lambda *_: None, draft=zeros)
     proposer: Any = (
         drafter(setting, 6 * replace(case, seed=77).table().float()) if drawn else certain
     )

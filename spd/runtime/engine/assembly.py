@@ -66,7 +66,7 @@ def _load_runners(
             dtype=execution.dtype,
             device=plan.device,
             slots=shape.slots,
-            depth=shape.ring_depth(folder.config),
+            depth=shape.ring_depth(folder is plan.model),
             rounded=shape.rounds_cache,
         )
         runner = ModelRunner(

@@ -109,9 +109,8 @@ class EngineShape:
         block = None if self.draft is None else self.draft.block
         return 0 if block is None else block.block_size - 1
 
-    def ring_depth(self, config: ModelConfig) -> int:
+    def ring_depth(self, is_target: bool) -> int:
         """Return the rows of a slot's rings in the recurrent layers of the target or draft model."""
-        is_target = config is self.target
         return ring_depth(self.draft_max + 1 if is_target else draft_window(self.draft_max))
 
     def rows_ahead(self, next_k: int) -> int:
@@ -215,7 +214,7 @@ def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
 def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
     """Return the bytes of one slot in recurrent layers on a rank: states, and rings of rows."""
     width = DTYPE_BYTES[shape.dtype]
-    depth = shape.ring_depth(config)
+    depth = shape.ring_depth(config is shape.target)
     total = 0
     for block in rank_layout(config, ranks).recurrent_blocks:
         for sizes, exact in block.slot_shapes(depth):
