@@ -57,7 +57,7 @@ class CheckpointError(IncompatibleError):
 
 
 class ResourceError(SpdError):
-    """Memory or disk does not suffice."""
+    """The machine lacks something: memory, disk space, a device, a library, a private folder."""
 
     exit_code = 5
     default_code = "resources"

@@ -308,8 +308,10 @@ class Engine(EngineClient):
             chunked = run.kind == "chunk"
             rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
-            num_scores = sequence.request.prompt_logprobs if sequence.scores_prompt else None
-            self.round_queue.write(sequence.slot, sequence.pages, start, end, chunked, num_scores)
+            num_likeliest = sequence.request.prompt_logprobs if sequence.scores_prompt else None
+            self.round_queue.write(
+                sequence.slot, sequence.pages, start, end, chunked, num_likeliest
+            )
         scheduler.mark_written(sequence, end)
         place = scheduler.due_snapshot(sequence, start)
         if place is not None:

@@ -341,9 +341,9 @@ class LeadingQueue:
         start: int,
         end: int,
         chunked: bool,
-        num_scores: int | None = None,
+        num_likeliest: int | None = None,
     ) -> None:
-        self.order(self.queue.write, slot, pages, start, end, chunked, num_scores)
+        self.order(self.queue.write, slot, pages, start, end, chunked, num_likeliest)
 
     def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
         self.order(self.queue.save, place, slot, pages, end)

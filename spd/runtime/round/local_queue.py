@@ -278,12 +278,12 @@ class LocalRoundQueue:
         start: int,
         end: int,
         chunked: bool,
-        num_scores: int | None = None,
+        num_likeliest: int | None = None,
     ) -> None:
         """Write the caches of positions `start` to `end` of the prompt admitted last, at `flush` at
         latest.
 
-        num_scores: how many likeliest tokens to score at each position, besides the prompt's token;
+        num_likeliest: how many likeliest tokens to score at each position, besides the prompt's token;
         None: no scores.
         """
         ids = self._prompt_ids
@@ -301,8 +301,8 @@ class LocalRoundQueue:
         if rows > self.runner.chunk or has_part:
             self.flush()
         self.unwritten.append(part)
-        if num_scores is not None:
-            self.scores.setdefault(slot, ScoreRows(num_scores))
+        if num_likeliest is not None:
+            self.scores.setdefault(slot, ScoreRows(num_likeliest))
 
     def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
         """Save a slot's states as of position `end` to a snapshot's place, at `flush` at the latest."""

@@ -146,12 +146,12 @@ class RoundQueue(Protocol):
         start: int,
         end: int,
         chunked: bool,
-        num_scores: int | None = None,
+        num_likeliest: int | None = None,
     ) -> None:
         """Write the caches of positions `start` to `end` of the prompt admitted last, at `flush` at
         latest.
 
-        num_scores: how many likeliest tokens to score at each position, besides the prompt's token;
+        num_likeliest: how many likeliest tokens to score at each position, besides the prompt's token;
         None: no scores.
         """
         ...
