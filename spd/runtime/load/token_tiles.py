@@ -73,7 +73,7 @@ def find_tile_limits(device: str, cache: Callable[[], Path]) -> tuple[TokenTileL
 
 
 def _limits_path(cache: Callable[[], Path], environment: Mapping[str, str]) -> Path:
-    """Return the file of an environment's limits."""
+    """Return the file of the limits measured with a GPU, driver and libraries, the environment."""
     name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:20]
     return cache() / f"tiles-{name}.json"
 
