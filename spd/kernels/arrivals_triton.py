@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Counters that the programs of one launch share: who is last, and whose turn is next.
 
-Each counter is zero before a launch and zero again behind it. A launch that dies leaves counts, so
-whoever owns the counters zeroes them again: see `LinearWorkspace` and `plan_attention`.
+Each counter is zero before a launch and zero again after it. A launch that dies leaves counts.
+`plan_attention` zeroes attention's counters in each pass; those of a `LinearWorkspace` are zeroed
+when it is made, and a kernel that dies ends the CUDA context they are in.
 """
 
 from __future__ import annotations
