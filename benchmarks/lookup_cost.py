@@ -125,7 +125,7 @@ def measure(model: Path, tokens: int, rounds: int, vocab: int) -> dict[str, Any]
     with_pool = Prepared(
         model, tokens, rounds, vocab, spec="ngram", draft_max=DRAFTS, pool_tokens=tokens
     )
-    with_pool.queue.remember(with_pool.other_text)
+    with_pool.queue.remember_text(with_pool.other_text)
     row: dict[str, Any] = {"tokens": tokens, "round µs": round(1e6 * round_seconds, 1)}
     for name, search in with_pool.lookups().items():
         added = call_seconds(search)
@@ -135,7 +135,7 @@ def measure(model: Path, tokens: int, rounds: int, vocab: int) -> dict[str, Any]
         }
     added_text = with_pool.text[:ADDED_TOKENS]
     row["added text µs"] = round(
-        1e6 * call_seconds(partial(with_pool.queue.remember, added_text)), 1
+        1e6 * call_seconds(partial(with_pool.queue.remember_text, added_text)), 1
     )
     return row
 

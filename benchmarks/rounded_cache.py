@@ -126,7 +126,7 @@ class ForcedText:
     def __init__(self, round_: Round, texts: Tensor) -> None:
         """texts: [N, L], which differ in their first PROMPT tokens."""
         self.state = round_.state
-        self.sample = round_._sample
+        self.sample = round_._sample_rows
         self.texts = texts
 
     def __call__(
@@ -166,7 +166,7 @@ def count_accepted(
     queue = engine.round_queue
     assert isinstance(queue, LocalRoundQueue)
     forced = ForcedText(queue.round, torch.tensor(texts))
-    queue.round._sample = forced  # type: ignore[method-assign]
+    queue.round._sample_rows = forced  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=context - PROMPT - DRAFTS - 1, ignore_eos=True)
     requests = [Request(str(i), text[:PROMPT], params) for i, text in enumerate(texts)]
     counts: dict[str, tuple[int, int]] = {}

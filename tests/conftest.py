@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 from spd.formats.hub import spd_cache_folder
 from spd.kernels.native.build import DTYPE_FLAGS, NativeUnavailable
 from spd.kernels.native.library import open_library
-from spd.runtime.round.arithmetic_probe import WIDEST
+from spd.runtime.round.arithmetic_probe import WIDEST_BUCKET
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch, Tiny, TinyShelf
 from tests.interpreted_dot import install
@@ -73,7 +73,7 @@ def every_trial() -> None:
 @pytest.fixture
 def untried(monkeypatch: Patch) -> None:
     """Let no engine try its arithmetic: all run full tiles, as other programs' numbers need."""
-    whole_tiles = lambda runner, alone: setattr(runner, "buckets", (WIDEST,))  # noqa: E731
+    whole_tiles = lambda runner, alone: setattr(runner, "buckets", (WIDEST_BUCKET,))  # noqa: E731
     monkeypatch.setattr(ModelRunner, "_probe_row_counts", whole_tiles)
 
 

@@ -13,7 +13,7 @@ from spd.runtime.round import arithmetic_probe, model_runner
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 
-ALL_ROW_COUNTS = arithmetic_probe.CANDIDATES
+ALL_ROW_COUNTS = arithmetic_probe.CANDIDATE_BUCKETS
 """Row counts that an engine probes."""
 FEW_ROW_COUNTS = (5, 12)
 """Row counts that tests probe: a fifth of the passes."""
@@ -58,7 +58,7 @@ def probe_once(runner: ModelRunner, alone: bool) -> None:
 
 def set_probed_row_counts(patch: Patch, row_counts: tuple[int, ...]) -> None:
     for module in (model_runner, arithmetic_probe):
-        patch.setattr(module, "CANDIDATES", row_counts)
+        patch.setattr(module, "CANDIDATE_BUCKETS", row_counts)
 
 
 def probe_on_all_ranks(runner: ModelRunner, alone: bool) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from spd.runtime.engine.page_table import PageTable
 from spd.runtime.engine.scheduler import Scheduler
 from spd.runtime.engine.sequence import NO_SLOT
-from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.limits import NUM_RESERVED_PAGES
 
 
 def check_table(table: PageTable) -> None:
@@ -13,7 +13,7 @@ def check_table(table: PageTable) -> None:
     in_use = set(table._users)
     idle = set(table._idle)
     assert not (in_use & idle or in_use & table._free or idle & table._free)
-    assert len(in_use) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED
+    assert len(in_use) + len(idle) + len(table._free) == table.num_pages - NUM_RESERVED_PAGES
     assert all(table._key_of[page] == digest for digest, page in table._page_of.items())
     assert all(table._key_of[tail.page] == before for before, tail in table._tails.items())
     assert len(table._key_of) == len(table._tails) + len(table._page_of)

@@ -14,7 +14,7 @@ from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.round.kv_cache import KvCache
-from spd.runtime.round.limits import CATCH_UP
+from spd.runtime.round.limits import CATCH_UP_TOKENS
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampler import Sampler
@@ -301,15 +301,17 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
     lengths = itertools.cycle((LOOKUP_LENGTH,) * 9 + (0,) * 40 + (K,))  # lookup drafts alone
     engine.draft_length.choose = lambda: next(lengths)  # type: ignore[method-assign]
     run_all(engine, PROMPTS[:1], [greedy(120)])
-    assert len(catch_ups) > 6 and max(catch_ups) <= CATCH_UP and max(missing) <= CATCH_UP
-    assert {1 + LOOKUP_LENGTH + 1, CATCH_UP} <= set(catch_ups), catch_ups
+    assert (
+        len(catch_ups) > 6 and max(catch_ups) <= CATCH_UP_TOKENS and max(missing) <= CATCH_UP_TOKENS
+    )
+    assert {1 + LOOKUP_LENGTH + 1, CATCH_UP_TOKENS} <= set(catch_ups), catch_ups
 
 
 def test_drafts_of_a_match_are_certain(pairs: Pairs, monkeypatch: Patch) -> None:
     """Their distribution is certain, and that of the other drafts is the model's."""
     counts = {True: 0, False: 0}
     draft = ModelProposer.draft
-    make_certain = Sampler.make_certain
+    store_certain_distributions = Sampler.store_certain_distributions
     before = torch.empty(0)
 
     def watched(self: ModelProposer, k: int, *arguments: Any) -> None:
@@ -319,7 +321,7 @@ def test_drafts_of_a_match_are_certain(pairs: Pairs, monkeypatch: Patch) -> None
         draft(self, k, *arguments)
 
     def checked(self: Sampler, k: int) -> None:
-        make_certain(self, k)
+        store_certain_distributions(self, k)
         distributions = self.draft_distributions
         state = self.state
         assert distributions is not None
@@ -335,7 +337,7 @@ def test_drafts_of_a_match_are_certain(pairs: Pairs, monkeypatch: Patch) -> None
             assert (distribution.gather(-1, drafts[:, None]) == 1).all() == is_match
 
     monkeypatch.setattr(ModelProposer, "draft", watched)
-    monkeypatch.setattr(Sampler, "make_certain", checked)
+    monkeypatch.setattr(Sampler, "store_certain_distributions", checked)
     prompts = random_prompts(4, 24, VOCAB, seed=2)
     drawn = SamplingParams(temperature=1.1, logit_bias=FEW_TOKENS_BIAS)
     params = [replace(drawn, max_tokens=12 + 9 * i, seed=i) for i in range(4)]

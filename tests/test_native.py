@@ -98,10 +98,10 @@ def test_prompts_go_through_one_pass_together(model: Tiny) -> None:
     folder = model("tiny-qwen3")
     engine = make_engine(folder, **BFLOAT16, slots=6, ctx=512)
     passes = []
-    honest = engine.round_queue.runner.write
+    honest = engine.round_queue.runner.write_prompt_parts
     runner = engine.round_queue.runner
     ends = lambda parts: [(part.begin, part.end) for part in parts]  # noqa: E731
-    runner.write = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
+    runner.write_prompt_parts = lambda parts: passes.append(ends(parts)) or honest(parts)  # type: ignore
     first = random_prompts(1, 70, 250, seed=1)[0]
     prompts = [
         first,
@@ -185,14 +185,14 @@ def test_a_pass_that_broke_off_leaves_no_pages_behind(model: Tiny, error: BaseEx
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = run_all(make_engine(folder, **BFLOAT16, ctx=320), [prompt], [params])[0].tokens
     engine = make_engine(folder, **BFLOAT16, ctx=320, slots=2)
-    honest = engine.round_queue.runner._run
+    honest = engine.round_queue.runner._run_model
     runner = engine.round_queue.runner
 
     def failing(batch: ForwardBatch) -> ModelOutput:
-        runner._run = honest  # type: ignore[method-assign]
+        runner._run_model = honest  # type: ignore[method-assign]
         raise error
 
-    runner._run = failing  # type: ignore[method-assign]
+    runner._run_model = failing  # type: ignore[method-assign]
     engine.add(Request("first", prompt, params))
     with pytest.raises(BaseException):  # noqa: B017
         engine.step()
@@ -209,7 +209,7 @@ def test_a_pass_that_always_breaks_off_is_said_once(model: Tiny, dtype: str) -> 
     """Requests end with an error; aborting them and closing does not raise it again."""
     engine = make_engine(model("tiny-qwen3"), dtype=dtype, slots=2)
     runner = engine.round_queue.runner
-    runner.write = Mock(side_effect=RuntimeError("always"))  # type: ignore[method-assign]
+    runner.write_prompt_parts = Mock(side_effect=RuntimeError("always"))  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=4)
     for name, prompt in zip("ab", random_prompts(2, 30, 250), strict=True):
         engine.add(Request(name, prompt, params))

@@ -18,7 +18,7 @@ from benchmarks.gpu_suite.kernel_cases import EPSILON, Bench, Case, Rows
 from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.kernels.recurrent.state_blocks import BLOCK, last_border
-from spd.runtime.round.limits import ring_depth
+from spd.runtime.round.limits import recurrent_ring_depth
 
 TAPS = 4
 START = 1000
@@ -100,7 +100,7 @@ def delta_case(
     table_rows = Rows()
     nbytes = 2 * slots * shape.state_bytes
     memories = [
-        memory(bench, shape, slots, ring_depth(max(lengths) + 1))
+        memory(bench, shape, slots, recurrent_ring_depth(max(lengths) + 1))
         for _ in range(bench.timer.copies(nbytes))
     ]
     for k in lengths:
@@ -153,8 +153,8 @@ def chunks_case(bench: Bench, shape: DeltaShape, rows: int) -> Rows:
     The convolution before it has the last row.
     """
     mixed, gates, rule = operands(bench, shape, rows)
-    chunk_memory = memory(bench, shape, 1, ring_depth(0))
-    step_memory = memory(bench, shape, 1, ring_depth(rows))
+    chunk_memory = memory(bench, shape, 1, recurrent_ring_depth(0))
+    step_memory = memory(bench, shape, 1, recurrent_ring_depth(rows))
     run = prompt(bench, rows)
     steps = partial(bench.kernels.delta_rule, mixed, gates, rule, step_memory, run)
     chunks = partial(bench.kernels.delta_chunks, mixed, gates, rule, chunk_memory, run)

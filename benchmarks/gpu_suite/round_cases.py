@@ -200,7 +200,7 @@ def lookup_case(bench: Bench, slots: int, k: int, widths: Sequence[int], vocab: 
         call = partial(bench.kernels.ngram_lookup, s, k, 3, 8, width)
         table_rows[str(width)] = bench.row([call], slots * width // 2 * 8)
         pool = LookupPool(width, 3, bench.timer.device)
-        pool.add(s.tokens[0, :width].tolist())
+        pool.add_text(s.tokens[0, :width].tolist())
         call = partial(bench.kernels.pool_lookup, s, pool.texts, k, 3, 8)
         table_rows[f"pool of {width}"] = bench.row([call], None)
     return table_rows

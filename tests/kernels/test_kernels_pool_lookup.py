@@ -73,7 +73,7 @@ def test_drafts_follow_the_longest_match(op: Any, device: str, seed: int, behind
     texts, slots = planted(seed)
     pool = LookupPool(POOL_TOKENS, SHORTEST, device)
     for text in texts:
-        pool.add(text)
+        pool.add_text(text)
     rng = random.Random(seed)
     tokens = torch.full((len(slots), WIDTH), 1)
     draft = torch.full((len(slots), WIDE), THERE)
@@ -116,7 +116,7 @@ def test_forms_agree_where_many_places_match(device: str, request: pytest.Fixtur
         rng.seed(1)
         pool = LookupPool(POOL_TOKENS, SHORTEST, device)
         for _ in range(8):
-            pool.add([rng.randrange(3) for _ in range(rng.randint(1, 90))])
+            pool.add_text([rng.randrange(3) for _ in range(rng.randint(1, 90))])
         tokens = torch.tensor([[rng.randrange(3) for _ in range(WIDTH)] for _ in range(6)])
         state = round_state(
             tokens=tokens.to(device),
@@ -148,7 +148,7 @@ def search(op: Any, device: str, pool: LookupPool, suffix: Sequence[int], match:
 
 def test_a_longer_match_of_the_own_text_stays(op: Any, device: str) -> None:
     pool = LookupPool(POOL_TOKENS, SHORTEST, device)
-    pool.add([9, 1, 2, 3, 4, 5, 6, 7])
+    pool.add_text([9, 1, 2, 3, 4, 5, 6, 7])
     assert search(op, device, pool, (8, 1, 2, 3, 4, 5), match=5) == ([], 5)
     assert search(op, device, pool, (8, 1, 2, 3, 4, 5), match=4) == ([6, 7], 5)
 
@@ -159,7 +159,7 @@ def test_of_an_n_gram_that_occurs_often_the_latest_places_are_kept(op: Any, devi
     for texts in ([[token for piece in pieces for token in piece]], pieces):
         pool = LookupPool(POOL_TOKENS, SHORTEST, device)
         for text in texts:
-            pool.add(text)
+            pool.add_text(text)
         sizes = [search(op, device, pool, (100 + number, 1, 2, 3))[1] for number in range(12)]
         assert sizes == [3] * 4 + [4] * 8
         drafts, _ = search(op, device, pool, (111, 1, 2, 3))
@@ -173,17 +173,17 @@ def test_a_pool_keeps_the_latest_texts(device: str) -> None:
     def drafts_after(*suffix: int) -> Any:
         return search(torch_form, device, pool, suffix)[0]
 
-    pool.add([])
-    pool.add([1, 2])
-    pool.add([1, 2, 3, 4, 5])
+    pool.add_text([])
+    pool.add_text([1, 2])
+    pool.add_text([1, 2, 3, 4, 5])
     assert drafts_after(1, 2, 3) == [4, 5] and drafts_after(3, 4, 5) == []
     assert drafts_after(4, 1, 2) == [], "two texts are not one"
-    pool.add([11, 12, 13, 14, 15, 16, 17, 18, 19])
+    pool.add_text([11, 12, 13, 14, 15, 16, 17, 18, 19])
     assert drafts_after(1, 2, 3) == [4, 5], "it is not full yet"
-    pool.add([21, 22, 23, 24, 25])
+    pool.add_text([21, 22, 23, 24, 25])
     assert drafts_after(1, 2, 3) == [], "it was the oldest"
     assert drafts_after(11, 12, 13) == [14, 15, 16, 17, 18, 19]
     assert drafts_after(21, 22, 23) == [24, 25]
-    pool.add([*range(100, 150)])
+    pool.add_text([*range(100, 150)])
     assert drafts_after(100, 101, 102) == drafts_after(21, 22, 23) == []
     assert drafts_after(140, 141, 142) == [143, 144, 145, 146, 147, 148, 149]

@@ -19,7 +19,7 @@ from spd.runtime import Engine, Request, SamplingParams
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.ranks import leader
 from spd.runtime.ranks.leader import LeadingQueue
-from spd.runtime.round.row_padding import bucket_for
+from spd.runtime.round.row_padding import padded_row_count
 from tests import helpers
 from tests.helpers import (
     INTERPRETER_MARKS,
@@ -97,7 +97,7 @@ def check_traffic(
     k = engine.plan.shape.draft_max
     buckets = engine.round_queue.runner.buckets
     assert buckets is not None
-    rows = bucket_for(k + 1, buckets)
+    rows = padded_row_count(k + 1, buckets)
     verifying = pass_exchange(config.num_layers, config.hidden_size, rows, 4)
     verifying += logits_exchange(rows, config.vocab_size, 2)
     leading = engine.round_queue
@@ -105,8 +105,8 @@ def check_traffic(
     proposer = leading.queue.proposer
     assert isinstance(proposer, DraftModelProposer)
     narrow = proposer.runners[0].buckets
-    first = bucket_for(2, narrow)
-    later = bucket_for(1, narrow)
+    first = padded_row_count(2, narrow)
+    later = padded_row_count(1, narrow)
     drafting = pass_exchange(small.num_layers, small.hidden_size, first, 4)
     drafting += logits_exchange(later, small.vocab_size, 2) * k
     drafting += pass_exchange(small.num_layers, small.hidden_size, later, 4) * (k - 1)

@@ -104,7 +104,7 @@ class RememberingRunner:
     def logits(self, hidden: Tensor, views: object = ()) -> Tensor:
         return self.table[hidden]
 
-    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
+    def sample_in_head(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
         if not self.head:
             return None
         positions = draw.first.unsqueeze(-1) + draw.step + torch.arange(hidden.shape[1])

@@ -187,8 +187,8 @@ def under_rule(setting: Enumeration, proposer: Any, rule: str) -> Round:
         sampler=untyped_setting.sampler,
         proposer=proposer,
         kernels=setting.round.kernels,
-        imposed=None,
-        verify=rule,
+        imposed_acceptance=None,
+        verify_rule=rule,
     )
 
 

@@ -237,7 +237,7 @@ def test_imposed_acceptance_has_the_length_asked_for(length: float, k: int) -> N
     assert 1 + sum(rate**i for i in range(1, k + 1)) == pytest.approx(length, abs=1e-6)
     imposed = ImposedAcceptance(length, k, "cpu")
     positions = torch.arange(8192)
-    accepted = imposed.accepted(positions, torch.full((8192,), k), k)
+    accepted = imposed.count_accepted(positions, torch.full((8192,), k), k)
     assert accepted.min() >= 0 and accepted.max() <= k
     assert 1 + float(accepted.double().mean()) == pytest.approx(length, abs=0.15)
-    assert imposed.accepted(positions, torch.ones(8192, dtype=torch.long), k).max() <= 1
+    assert imposed.count_accepted(positions, torch.ones(8192, dtype=torch.long), k).max() <= 1

@@ -61,10 +61,12 @@ def test_threads_give_way(
     thread_counts = []
     threads.cpus = tuple(range(cpus))
     for reading in loads:
-        seconds, load = reading if isinstance(reading, tuple) else (1.5 * cpu_load.WINDOW, reading)
+        seconds, load = (
+            reading if isinstance(reading, tuple) else (1.5 * cpu_load.MIN_READING_SECONDS, reading)
+        )
         now = now + seconds
         busy = busy + seconds * load
-        threads.adapt()
+        threads.adapt_thread_count()
         thread_counts.append(threads.count)
     assert thread_counts == expected
 
@@ -92,7 +94,9 @@ def test_a_changing_thread_count_changes_no_text(
             self._set_threads(1 + next(turns) % 2)
 
         with monkeypatch.context() as patch:
-            patch.setattr(AdaptiveThreads, "adapt", adapt if changing else lambda self: None)
+            patch.setattr(
+                AdaptiveThreads, "adapt_thread_count", adapt if changing else lambda self: None
+            )
             engine = Engine(EngineConfig(model=demo_folder(), spec=spec, **options))
             assert get_local_queue(engine).threads._counts == (1, 2)
             params = [
@@ -129,4 +133,4 @@ def test_a_fixed_thread_count_does_not_change(threads: None, options: dict[str, 
     ("maximum", "counts"), [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (16, (8, 12, 15, 16))]
 )
 def test_thread_counts_go_down_to_half(maximum: int, counts: tuple[int, ...]) -> None:
-    assert cpu_load.thread_counts(maximum) == counts
+    assert cpu_load.candidate_thread_counts(maximum) == counts

@@ -647,7 +647,7 @@ class GrammarEnumeration(RuleEnumeration):
             snapshots=nothing,
             threads=nothing,
             draft_limit=0,
-            alone=True,
+            is_only_rank=True,
         )
         for slot in self.state.active.nonzero()[:, 0].tolist():
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())

@@ -330,9 +330,9 @@ def test_what_a_round_asks_is_seen(pairs: Pairs, read: str) -> None:
     target, options = model_and_options(pairs, "ngram")
     engine = two_slots(target, **options)
     round_ = get_local_queue(engine).round
-    original = round_._commit
+    original = round_._commit_and_emit
     state = round_.state
-    round_._commit = lambda **operands: STATE_READS[read](state) or original(**operands)  # type: ignore
+    round_._commit_and_emit = lambda **operands: STATE_READS[read](state) or original(**operands)  # type: ignore
     with pytest.raises(
         AssertionError, match=rf"waits for the device: ([A-Za-z.]+\.)?{re.escape(read)}[. ]"
     ):
@@ -478,7 +478,7 @@ def test_where_memory_runs_out_rounds_are_captured_when_they_are_run(pairs: Pair
     assert [run.output for run in run_all(engine, prompts, [GREEDY] * 2)] == plain
     assert len(captured.captured) == 2
     queue.captured = CapturedRounds(queue.round, failing_after(0))
-    queue.alone = False
+    queue.is_only_rank = False
     with pytest.raises(torch.OutOfMemoryError):
         engine.capture_ahead([GREEDY])  # other ranks would wait
 

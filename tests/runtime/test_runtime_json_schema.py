@@ -306,7 +306,7 @@ def walk(grammar: Grammar, seed: int, tokens: int = 30) -> None:
 
     import torch
 
-    from spd.runtime.round.limits import WORD, mask_width
+    from spd.runtime.round.limits import MASK_WORD_BITS, mask_width
 
     chance = random.Random(seed)
     words = mask_width(compiler().vocab_size)
@@ -315,7 +315,7 @@ def walk(grammar: Grammar, seed: int, tokens: int = 30) -> None:
         if grammar.is_finished:
             return
         grammar.masks((), row)
-        bits = [int(word) >> bit & 1 for word in row[0] for bit in range(WORD)]
+        bits = [int(word) >> bit & 1 for word in row[0] for bit in range(MASK_WORD_BITS)]
         options = [token for token, bit in enumerate(bits) if bit and token != END]
         assert options or grammar.is_complete
         if not options:

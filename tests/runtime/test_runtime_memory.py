@@ -38,7 +38,7 @@ from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache, lazy_zeros
-from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.limits import NUM_RESERVED_PAGES
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.out_of_memory import is_out_of_memory
 from spd.runtime.round.round import Round
@@ -67,8 +67,8 @@ NO_MEMORY: list[BaseException] = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
 PROMPTS = random_prompts(3, 90, 256)
-RUNNING = [("prefill", ModelRunner, "write", 1), ("first round", Round, "run", 0)]
-RUNNING += [("after commit", Round, "_commit", 3), ("after a round", Round, "run", 3)]
+RUNNING = [("prefill", ModelRunner, "write_prompt_parts", 1), ("first round", Round, "run", 0)]
+RUNNING += [("after commit", Round, "_commit_and_emit", 3), ("after a round", Round, "run", 3)]
 RUNNING += [("pages", Engine, "_make_room", 2), ("later round", Round, "run", 4)]
 
 
@@ -147,7 +147,7 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     caches = [runner.cache, proposer.runners[0].cache]
     pool_bytes = sum(t.nbytes for cache in caches for layer in cache.layers for t in layer.pools)
     assert engine.plan.need.caches == pool_bytes
-    assert engine.plan.shape.num_pages == NUM_RESERVED + 3 * memory.pages_per_slot(500)
+    assert engine.plan.shape.num_pages == NUM_RESERVED_PAGES + 3 * memory.pages_per_slot(500)
     config = read_model_config(tiny("tied"))
     packed_head = config.vocab_size * config.hidden_size * 4
     assert engine.plan.need.weights == tensor_bytes(config, "float32") + packed_head
@@ -236,7 +236,7 @@ def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Pat
     full_plan = make_plan(config)
     assert (full_plan.shape.ctx, full_plan.shape.num_pages) == (
         8192,
-        NUM_RESERVED + 4 * memory.pages_per_slot(8192),
+        NUM_RESERVED_PAGES + 4 * memory.pages_per_slot(8192),
     )
     monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total)
     fewer = make_plan(config)

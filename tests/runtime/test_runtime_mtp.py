@@ -142,13 +142,13 @@ def change_rules(**rules: Any) -> Fault:
 
 def before_the_norm(engine: Engine, monkeypatch: Patch) -> None:
     """The target's states are captured before its final norm."""
-    store = HeadProposer._store
+    store = HeadProposer._store_stream
     scales = engine.round_queue.runner.model.final_norm
 
     def store_unnormed(self: HeadProposer, stream: int, states: Tensor, *operands: Any) -> Tensor:
         return store(self, stream, states / (1 if stream else scales), *operands)
 
-    monkeypatch.setattr(HeadProposer, "_store", store_unnormed)
+    monkeypatch.setattr(HeadProposer, "_store_stream", store_unnormed)
 
 
 def shifted(engine: Engine, monkeypatch: Patch) -> None:
@@ -173,9 +173,9 @@ def rotated_by_slots(engine: Engine, monkeypatch: Patch) -> None:
 
 def stale(engine: Engine, monkeypatch: Patch) -> None:
     """Entries made of recycled states stay in the cache: only the newest token is recomputed."""
-    window = HeadProposer._window
+    window = HeadProposer._committed_rows
     monkeypatch.setattr(
-        HeadProposer, "_window", lambda self, _, ahead, slots: window(self, 1, ahead, slots)
+        HeadProposer, "_committed_rows", lambda self, _, ahead, slots: window(self, 1, ahead, slots)
     )
 
 

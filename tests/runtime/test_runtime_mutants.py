@@ -12,7 +12,7 @@ import torch
 
 from spd.runtime import Engine, EngineConfig, Request, RoundRecord, SamplingParams
 from spd.runtime.engine.metrics import RequestMetrics
-from spd.runtime.round.limits import CATCH_UP
+from spd.runtime.round.limits import CATCH_UP_TOKENS
 from spd.runtime.round.model_runner import ModelRunner
 from tests.helpers import Patch
 from tests.prompt_lookup import search
@@ -350,7 +350,7 @@ MUTANTS: dict[str, dict[str, fault.Mutation]] = {
             lambda rounds, again: rounds - 1 - again
         ),
         "a long pause is not caught up": fault.catch_up(
-            lambda rounds, again: rounds if rounds < CATCH_UP else None
+            lambda rounds, again: rounds if rounds < CATCH_UP_TOKENS else None
         ),
     },
     "drafts of prompt lookup": {

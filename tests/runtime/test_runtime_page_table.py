@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from spd.runtime.engine.page_table import PageTable, Tail, TextHashes
-from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.spans import Run, kinds_in, program_runs, reusable_prefix, runs_below
+from spd.runtime.round.limits import NUM_RESERVED_PAGES
+from spd.runtime.round.spans import ProgramRun, kinds_in, program_runs, reusable_prefix, runs_below
 from tests.page_checks import check_table
 
 digests = st.integers(0, 3).map(lambda n: b"digest %d" % n)
@@ -30,8 +30,8 @@ class PageTableModel(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 12))
     def start(self, size: int) -> None:
-        self.everything = set(range(NUM_RESERVED, NUM_RESERVED + size))
-        self.table = PageTable(NUM_RESERVED + size)
+        self.everything = set(range(NUM_RESERVED_PAGES, NUM_RESERVED_PAGES + size))
+        self.table = PageTable(NUM_RESERVED_PAGES + size)
         self.users = Counter[int]()
         self.idle = list[int]()
         self.published = dict[int, bytes]()
@@ -62,7 +62,7 @@ class PageTableModel(RuleBasedStateMachine):
         self.users.update(expected)
         self.idle = [page for page in self.idle if page not in expected]
 
-    @rule(page=st.integers(NUM_RESERVED, 14), digest=digests)
+    @rule(page=st.integers(NUM_RESERVED_PAGES, 14), digest=digests)
     def publish(self, page: int, digest: bytes) -> None:
         if page not in self.users:
             return
@@ -132,10 +132,10 @@ class PageTableModel(RuleBasedStateMachine):
 TestPageTable = PageTableModel.TestCase
 TestPageTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TOKENS = list(range(100, 112))
-RUNS = [Run(0, 12, "tile")]
+RUNS = [ProgramRun(0, 12, "tile")]
 
 
-def hashes(tokens: list[int] = TOKENS, runs: list[Run] = RUNS, end: int = 12) -> list[bytes]:
+def hashes(tokens: list[int] = TOKENS, runs: list[ProgramRun] = RUNS, end: int = 12) -> list[bytes]:
     return TextHashes(tokens, runs, 4).page_hashes(end)
 
 
@@ -150,13 +150,19 @@ def test_hashes_differ_from_the_first_changed_token_on() -> None:
 
 
 def test_hashes_depend_on_the_programs_that_wrote_the_page() -> None:
-    cuts = [[Run(0, 12, "tile")], [Run(0, 8, "chunk"), Run(8, 12, "tile")]]
-    cuts += [[Run(0, 4, "tile"), Run(4, 12, "chunk")], [Run(i, i + 4, "chunk") for i in (0, 4, 8)]]
-    cuts += [[Run(0, n, "tile"), Run(n, n + 8, "chunk"), Run(n + 8, 12, "tile")] for n in (2, 3)]
+    cuts = [[ProgramRun(0, 12, "tile")], [ProgramRun(0, 8, "chunk"), ProgramRun(8, 12, "tile")]]
+    cuts += [
+        [ProgramRun(0, 4, "tile"), ProgramRun(4, 12, "chunk")],
+        [ProgramRun(i, i + 4, "chunk") for i in (0, 4, 8)],
+    ]
+    cuts += [
+        [ProgramRun(0, n, "tile"), ProgramRun(n, n + 8, "chunk"), ProgramRun(n + 8, 12, "tile")]
+        for n in (2, 3)
+    ]
     last = [hashes(runs=runs)[-1] for runs in cuts]
     assert len(set(last)) == len(cuts)
     # Which chunk a page lies in counts too: the second half of one is not the first half of another.
-    halves = [Run(0, 8, "chunk")], [Run(0, 4, "chunk"), Run(4, 12, "chunk")]
+    halves = [ProgramRun(0, 8, "chunk")], [ProgramRun(0, 4, "chunk"), ProgramRun(4, 12, "chunk")]
     assert hashes([7] * 12, halves[0])[1] != hashes([7] * 12, halves[1])[1]
 
 
@@ -169,7 +175,7 @@ def positions_of(spans: Spans, chunk: int) -> list[Position]:
     return written
 
 
-def expand(runs: list[Run]) -> list[Position]:
+def expand(runs: list[ProgramRun]) -> list[Position]:
     """Return how each position is written by runs.
 
     Assert that they are contiguous and tiles are merged.

@@ -19,7 +19,7 @@ from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan, possible_rank_counts, resolve_plan
-from spd.runtime.round.limits import PAGE_SIZE, ring_depth
+from spd.runtime.round.limits import PAGE_SIZE, recurrent_ring_depth
 from tests.recipes import published_hybrids
 from tests.recipes import published_others as others
 from tests.recipes.mtp_folders import SIZES, Entry
@@ -133,7 +133,7 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     plan = plan_on_card(folder, slots=2)
     config = folder.config
     recurrent = row.layers * 3 // 4
-    depth = ring_depth(plan.shape.draft_max + 1)
+    depth = recurrent_ring_depth(plan.shape.draft_max + 1)
     state = row.value_heads * DELTA_HEAD * DELTA_HEAD * 4
     channels = (2 * KEY_HEADS + row.value_heads) * DELTA_HEAD
     ring = channels * 2 + (KEY_HEADS + row.value_heads) * DELTA_HEAD * 4 + row.value_heads * 8

@@ -16,7 +16,7 @@ from spd.runtime.models import attention_steps
 from spd.runtime.models.attention_steps import balance_scales
 from spd.runtime.plan.memory import measure
 from spd.runtime.plan.memory_fit import remedies
-from spd.runtime.round.spans import Run
+from spd.runtime.round.spans import ProgramRun
 from tests.helpers import (
     Patch,
     Tiny,
@@ -74,7 +74,7 @@ def test_the_plan_proposes_it_and_never_chooses_it(tiny: Tiny) -> None:
 
 def test_pages_of_two_forms_never_have_one_hash() -> None:
     tokens = list(range(20))
-    runs = [Run(0, 20, "tile")]
+    runs = [ProgramRun(0, 20, "tile")]
     ends = (0, 3, 4, 20)
     hashes = [
         TextHashes(tokens, runs, 4, root=ROOT + kv.encode()).prefix_hash(end)

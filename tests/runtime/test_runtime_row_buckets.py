@@ -11,12 +11,12 @@ from spd.runtime import SamplingParams
 from spd.runtime.layers.base import ForwardBatch, ModelOutput
 from spd.runtime.layers.torch_linear import Linear
 from spd.runtime.round import arithmetic_probe
-from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST, matching_buckets
-from spd.runtime.round.row_padding import bucket_for
+from spd.runtime.round.arithmetic_probe import CANDIDATE_BUCKETS, WIDEST_BUCKET, matching_buckets
+from spd.runtime.round.row_padding import padded_row_count
 from tests.helpers import Patch, Tiny, make_engine, run_all
 
 pytestmark = pytest.mark.usefixtures("every_trial")
-ROWS = torch.randn(WIDEST, 8, generator=torch.Generator().manual_seed(0))
+ROWS = torch.randn(WIDEST_BUCKET, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Windows:
@@ -42,8 +42,11 @@ class Windows:
 def test_row_counts_that_agree_are_admitted(odd: tuple[int, int, int] | None) -> None:
     """One bit in one row refuses a row count, at every place of the widest window."""
     windows = Windows({odd: odd[0] - 1} if odd else {})
-    assert matching_buckets(windows) == (*(w for w in CANDIDATES if not odd or w != odd[0]), WIDEST)
-    assert odd or windows.rows_by_count[16] == windows.rows_by_count[2] == set(range(WIDEST))
+    assert matching_buckets(windows) == (
+        *(w for w in CANDIDATE_BUCKETS if not odd or w != odd[0]),
+        WIDEST_BUCKET,
+    )
+    assert odd or windows.rows_by_count[16] == windows.rows_by_count[2] == set(range(WIDEST_BUCKET))
 
 
 class Sums:
@@ -75,14 +78,16 @@ class Sums:
 def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
     odd: tuple[int, ...],
 ) -> None:
-    widths = (*CANDIDATES, WIDEST)
+    widths = (*CANDIDATE_BUCKETS, WIDEST_BUCKET)
     product = Sums(odd)
-    x = product.make_example_rows(WIDEST)
+    x = product.make_example_rows(WIDEST_BUCKET)
     differing = [
-        w for w in odd if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST)[:w])
+        w
+        for w in odd
+        if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST_BUCKET)[:w])
     ]
     assert differing == [], "no result differs"
-    assert arithmetic_probe.matching_sum_order(cast(Linear, product), widths) == tuple(
+    assert arithmetic_probe.widths_with_matching_sum_order(cast(Linear, product), widths) == tuple(
         w for w in widths if w not in odd
     )
 
@@ -91,7 +96,7 @@ def test_products_report_their_rounding_error() -> None:
     plain = torch.randn(48, 64).bfloat16()
     product = Linear(plain, torch.bfloat16)
     x = torch.randn(4, 64).bfloat16()
-    y = product.product(x, WIDEST)
+    y = product.product(x, WIDEST_BUCKET)
     error = product.rounding_error(x, y)
     if error is None:
         pytest.skip("no bfloat16 products on this processor")
@@ -135,7 +140,7 @@ def test_rows_of_empty_slots_are_not_run(
         head_row_counts.clear()
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
         run_all(engine, [tuple(range(40 + i, 60 + i)) for i in range(count)], [params] * count)
-        limit = bucket_for(count * width, runner.buckets)
+        limit = padded_row_count(count * width, runner.buckets)
         assert row_counts and max(row_counts[-4:]) <= limit and max(head_row_counts[-4:]) <= limit
 
 
@@ -161,6 +166,6 @@ def test_texts_do_not_depend_on_row_counts_or_slots(
     engine = make_engine(target, spec=spec, slots=6, lag=lag, **options)
     runner = engine.round_queue.runner
     assert runner.buckets is not None
-    for counts in (runner.buckets, (WIDEST,)):
+    for counts in (runner.buckets, (WIDEST_BUCKET,)):
         runner.buckets = counts
         assert [run.tokens for run in run_all(engine, prompts, params)] == alone

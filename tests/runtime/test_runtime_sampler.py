@@ -93,11 +93,11 @@ def needs_of(slots: Slots) -> SamplingSteps:
 
 
 def process(sampler: Sampler, logits: Tensor, draft: Tensor, needs: SamplingSteps) -> Tensor:
-    return process_rows(logits, draft, sampler.tensors(needs))
+    return process_rows(logits, draft, sampler.sampling_tensors(needs))
 
 
 def draw(sampler: Sampler, processed: Tensor, positions: Tensor, needs: SamplingSteps) -> Tensor:
-    return draw_rows(processed, positions, sampler.tensors(needs))
+    return draw_rows(processed, positions, sampler.sampling_tensors(needs))
 
 
 def count(sampler: Sampler, tokens: Tensor) -> None:

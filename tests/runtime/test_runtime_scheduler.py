@@ -11,7 +11,7 @@ from spd.runtime.engine.page_table import PageTable, SnapshotPool
 from spd.runtime.engine.request import Request
 from spd.runtime.engine.scheduler import EnqueuedRound, Scheduler
 from spd.runtime.engine.sequence import Detokenizer, Sequence
-from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.limits import NUM_RESERVED_PAGES
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.spans import program_runs
 from tests.page_checks import check_pages
@@ -35,7 +35,7 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
 def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
     return Scheduler(
         slots=slots,
-        pages=PageTable(NUM_RESERVED + pages),
+        pages=PageTable(NUM_RESERVED_PAGES + pages),
         page_size=PAGE,
         block=BLOCK,
         ctx=CTX,
@@ -54,7 +54,7 @@ class SchedulerModel(RuleBasedStateMachine):
         places=st.integers(0, 5),
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
-        self.table = PageTable(NUM_RESERVED + CTX // PAGE + spare)
+        self.table = PageTable(NUM_RESERVED_PAGES + CTX // PAGE + spare)
         snapshots = SnapshotPool(places) if places and sharing else None
         self.scheduler = Scheduler(
             slots=slots,
@@ -209,7 +209,7 @@ class SchedulerModel(RuleBasedStateMachine):
             self.prefill()
             self.round(1, None)
         assert self.scheduler.by_id == {} and self.rounds == []
-        assert self.table.num_available == self.table.num_pages - NUM_RESERVED
+        assert self.table.num_available == self.table.num_pages - NUM_RESERVED_PAGES
         assert self.added == self.ended
 
 

@@ -69,7 +69,7 @@ def test_what_the_cache_had_is_not_added_again(
 ) -> None:
     engine = make_fast_engine(tiny(), spec="ngram", draft_max=4, pool_tokens=POOL)
     added: list[list[int]] = []
-    monkeypatch.setattr(engine.round_queue, "remember", added.append)
+    monkeypatch.setattr(engine.round_queue, "remember_text", added.append)
     prompt = tuple(range(1, 100))
     (first,) = run_requests(engine, [Request("a", prompt, sampled())])
     run_requests(engine, [make_next_turn(prompt, first.tokens, sampled())])

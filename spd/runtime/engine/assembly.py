@@ -26,11 +26,11 @@ from spd.runtime.plan.memory import pages_per_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_lookup, build_proposer
 from spd.runtime.ranks.communicator import Ranks
-from spd.runtime.round.cpu_load import AdaptiveThreads, thread_counts
+from spd.runtime.round.cpu_load import AdaptiveThreads, candidate_thread_counts
 from spd.runtime.round.graphs import CapturedRounds, RecordedRounds
 from spd.runtime.round.imposed_acceptance import ImposedAcceptance
 from spd.runtime.round.kv_cache import KvCache
-from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE
+from spd.runtime.round.limits import CATCH_UP_TOKENS, PAGE_SIZE
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.round import Round
@@ -56,7 +56,7 @@ def _load_runners(
     """
     shape = plan.shape
     runners = []
-    max_rows = shape.slots * max(CATCH_UP + shape.draft_max + 1, shape.block_drafts + 1)
+    max_rows = shape.slots * max(CATCH_UP_TOKENS + shape.draft_max + 1, shape.block_drafts + 1)
     execution = replace(execution, max_rows=max(execution.kernels.capabilities.tail_rows, max_rows))
     for model in load_model(folder, execution, load=plan.config.load, meter=meter, head=head):
         cache = shared_cache or KvCache(
@@ -75,7 +75,7 @@ def _load_runners(
             chunk=shape.chunk,
             device=plan.device,
             kernels=execution.kernels,
-            alone=execution.ranks is None,
+            is_only_rank=execution.ranks is None,
         )
         runners.append(runner)
     return runners
@@ -210,7 +210,7 @@ def assemble(
         plan=plan, usable_vocab=usable_vocab, runner=runner, drafters=drafters, kernels=kernels
     )
     if broadcast_group is not None and drafters:
-        round_.share = broadcast_group.broadcast
+        round_.share_drafts = broadcast_group.broadcast
     can_record = draft_kernels is kernels and ranks is None
     separate_drafters = [drafter for drafter in drafters if drafter.cache is not runner.cache]
     snapshots = SnapshotStore([runner, *separate_drafters], round_.proposer)
@@ -220,7 +220,7 @@ def assemble(
         snapshots=snapshots,
         threads=threads,
         draft_limit=shape.draft_ctx,
-        alone=ranks is None,
+        is_only_rank=ranks is None,
     )
 
 
@@ -264,8 +264,8 @@ def _build_round(
         sampler=sampler,
         proposer=proposer,
         kernels=kernels,
-        imposed=imposed,
-        verify=plan.config.verify,
+        imposed_acceptance=imposed,
+        verify_rule=plan.config.verify,
         lookup=build_lookup(plan, sampler),
     )
 
@@ -281,5 +281,5 @@ def _set_threads(plan: EnginePlan, kernels: Kernels) -> AdaptiveThreads:
     if kernels.native is None:
         return AdaptiveThreads((plan.threads,), torch.set_num_threads)
     kernels.native.threads = plan.threads
-    counts = thread_counts(plan.threads) if plan.threads_follow else (plan.threads,)
+    counts = candidate_thread_counts(plan.threads) if plan.threads_follow else (plan.threads,)
     return AdaptiveThreads(counts, partial(setattr, kernels.native, "threads"))

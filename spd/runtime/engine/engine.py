@@ -243,7 +243,7 @@ class Engine(EngineClient):
         """End every running request with an error, after a failure at an unknown place."""
         self._drop_rounds()
         self.scheduler.invalidate_cache()
-        self.round_queue.restart()
+        self.round_queue.drop_enqueued()
         for sequence in self.scheduler.running():
             self._stop(sequence, "error", message)
 
@@ -280,7 +280,7 @@ class Engine(EngineClient):
                 break
         for sequence, _ in parts:
             if sequence.scores_prompt and sequence is not scheduler.prefilling:
-                sequence.set_prompt_scores(self.round_queue.prompt_scores(sequence.slot))
+                sequence.set_prompt_scores(self.round_queue.take_prompt_scores(sequence.slot))
         total_rows = sum(rows for _, rows in parts)
         if total_rows:
             self.round_queue.flush()
@@ -309,13 +309,13 @@ class Engine(EngineClient):
             rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
             end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
             num_likeliest = sequence.request.prompt_logprobs if sequence.scores_prompt else None
-            self.round_queue.write(
+            self.round_queue.queue_prompt_part(
                 sequence.slot, sequence.pages, start, end, chunked, num_likeliest
             )
         scheduler.mark_written(sequence, end)
         place = scheduler.due_snapshot(sequence, start)
         if place is not None:
-            self.round_queue.save(place, sequence.slot, sequence.pages, end)
+            self.round_queue.queue_snapshot(place, sequence.slot, sequence.pages, end)
         return end - start
 
     def _activate(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> None:

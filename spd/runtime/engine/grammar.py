@@ -32,7 +32,7 @@ from spd.runtime.engine.schema_text import (
     usable_schema,
     with_schemas,
 )
-from spd.runtime.round.limits import WORD, mask_width
+from spd.runtime.round.limits import MASK_WORD_BITS, mask_width
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -148,7 +148,7 @@ class Grammar:
             forced = self._matcher.compute_ff_tokens()
         if forced:
             row.zero_()
-            row[0, forced[0] // WORD] = _token_bit(forced[0])
+            row[0, forced[0] // MASK_WORD_BITS] = _token_bit(forced[0])
         else:
             self.masks((), row)
 
@@ -175,7 +175,7 @@ class Grammar:
         for i in range(num_legal + 1):
             if remaining is not None and remaining <= 0:
                 rows[i] = 0
-                rows[i, budget.end // WORD] = _token_bit(budget.end)
+                rows[i, budget.end // MASK_WORD_BITS] = _token_bit(budget.end)
                 if i < num_legal and drafts[i] != budget.end:
                     return i
             if i < num_legal:
@@ -243,10 +243,10 @@ class Grammar:
         matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         self._raise_error(matcher)
         for token in self._library_end_ids:
-            row[token // WORD] &= ~_token_bit(token)
+            row[token // MASK_WORD_BITS] &= ~_token_bit(token)
         if matcher.is_accepting():
             for token in self._end_ids:
-                row[token // WORD] |= _token_bit(token)
+                row[token // MASK_WORD_BITS] |= _token_bit(token)
 
     def _raise_error(self, matcher: Matcher) -> None:
         """Raise GrammarError if the matcher is in error."""
@@ -291,8 +291,8 @@ class Grammar:
 
 def _token_bit(token: int) -> int:
     """Return the mask word in which only this token is allowed, as an int32."""
-    bit = 1 << (token % WORD)
-    return bit - (1 << WORD) if bit >> (WORD - 1) else bit
+    bit = 1 << (token % MASK_WORD_BITS)
+    return bit - (1 << MASK_WORD_BITS) if bit >> (MASK_WORD_BITS - 1) else bit
 
 
 class GrammarCompiler:
@@ -333,7 +333,7 @@ class GrammarCompiler:
         if self._library_tokenizer is None:
             if self._encoder is None:
                 raise grammar_error(kind, "the model has no tokenizer")
-            size = mask_width(self.vocab_size) * WORD
+            size = mask_width(self.vocab_size) * MASK_WORD_BITS
             self._library_tokenizer = GrammarVocabulary(self._encoder, size).library()
         return self._library_tokenizer
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
-from spd.runtime.round.limits import NUM_RESERVED
-from spd.runtime.round.spans import Run, kinds_in
+from spd.runtime.round.limits import NUM_RESERVED_PAGES
+from spd.runtime.round.spans import ProgramRun, kinds_in
 
 ROOT = b"spd page"
 """The hash before the first position; the form of a page's entries stands behind it."""
@@ -28,7 +28,7 @@ class TextHashes:
     def __init__(
         self,
         tokens: Sequence[int],
-        runs: Sequence[Run],
+        runs: Sequence[ProgramRun],
         page_size: int,
         computed: list[bytes] | None = None,
         root: bytes = ROOT,
@@ -80,7 +80,7 @@ class PageTable:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = set(range(NUM_RESERVED, num_pages))
+        self._free = set(range(NUM_RESERVED_PAGES, num_pages))
         self._users: dict[int, int] = {}
         """Uses of each page that is in use."""
         self._page_of: dict[bytes, int] = {}
@@ -100,7 +100,7 @@ class PageTable:
     @property
     def num_usable(self) -> int:
         """Pages that are not reserved."""
-        return self.num_pages - NUM_RESERVED
+        return self.num_pages - NUM_RESERVED_PAGES
 
     @property
     def num_used(self) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from spd.errors import UsageError
 from spd.runtime.engine.page_table import ROOT, PageTable, SnapshotPool, Tail, TextHashes
 from spd.runtime.engine.sequence import NO_SLOT, Sequence
-from spd.runtime.round.spans import Run, reusable_prefix, runs_below
+from spd.runtime.round.spans import ProgramRun, reusable_prefix, runs_below
 
 if TYPE_CHECKING:
     from spd.runtime.round.round_queue import PendingRound
@@ -178,7 +178,7 @@ class Scheduler:
             sequence.stops = self._snapshot_stops(sequence, stops)
         return True
 
-    def _uncut_prefix(self, runs: abc.Sequence[Run], matched: int) -> int:
+    def _uncut_prefix(self, runs: abc.Sequence[ProgramRun], matched: int) -> int:
         """Return the longest prefix of `matched` positions whose end cuts neither a page nor a
         chunk.
 
@@ -225,7 +225,7 @@ class Scheduler:
             return None
         return self.snapshots.reserve(self._text(sequence), end)
 
-    def prefill_runs(self, sequence: Sequence) -> list[Run]:
+    def prefill_runs(self, sequence: Sequence) -> list[ProgramRun]:
         """Return which program writes, or wrote, each position of a prefill.
 
         After the prompt it is tiles.

@@ -20,7 +20,7 @@ from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.request import Event, Request, TokenLogprob, partial_match_length
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.sampling_params import NUM_STOP_IDS, SamplingSteps
-from spd.runtime.round.spans import Run, program_runs
+from spd.runtime.round.spans import ProgramRun, program_runs
 
 if TYPE_CHECKING:
     from spd.runtime.round.prompt_scores import PromptScores
@@ -143,7 +143,7 @@ class Sequence:
     """True if that token was the last one emitted, which deactivates the slot."""
     ignored_rounds: int = 0
     """Rounds in flight that were enqueued before the pause: they emit nothing for the sequence."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ProgramRun] = field(default_factory=list)
     """The programs that write the prompt's positions; later positions are written by tiles."""
     slot: int = NO_SLOT
     epoch: int = 0

@@ -35,7 +35,7 @@ class TextMemory:
                 raise IncompatibleError("--lookup needs a tokenizer, and the model has none")
             self._file = PrivateTexts(folder, tokenizer.fingerprint, self._limit)
             for text in self._file.read():
-                queue.remember(text)
+                queue.remember_text(text)
 
     def add(self, sequence: Sequence) -> None:
         """Add the text of a sequence that ends, without what the cache had of earlier ones."""
@@ -43,7 +43,7 @@ class TextMemory:
             return
         start = max(0, sequence.metrics.cached_tokens - self._overlap)
         text = sequence.tokens()[start:][-self._limit :]
-        self._queue.remember(text)
+        self._queue.remember_text(text)
         if self._file is not None:
             try:
                 self._file.add(text)

@@ -183,7 +183,7 @@ def check_processor() -> Finding:
     facts = {
         **describe_machine(),
         "threads": torch.get_num_threads(),
-        "other_load": round(load.read(), 2),
+        "other_load": round(load.read_load(), 2),
     }
     threads = f"{facts['threads']} threads of {facts['cores']} cores"
     if facts["other_load"] > NEGLIGIBLE_LOAD:

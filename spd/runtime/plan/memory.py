@@ -29,12 +29,12 @@ from spd.runtime.models.weights import (
 )
 from spd.runtime.plan.config import format_size
 from spd.runtime.round.limits import (
-    CATCH_UP,
-    NUM_RESERVED,
+    CATCH_UP_TOKENS,
+    NUM_RESERVED_PAGES,
     PAGE_SIZE,
-    draft_window,
-    ring_depth,
-    state_depth,
+    draft_window_rows,
+    recurrent_ring_depth,
+    state_ring_depth,
 )
 
 LOGIT_COPIES = {"torch": 16, "native": 16, "triton": 4}
@@ -96,7 +96,7 @@ class EngineShape:
         default_pages = (
             min_pages(self.ctx) if self.minimal_pages else self.slots * pages_per_slot(self.ctx)
         )
-        return NUM_RESERVED + (default_pages if self.pages is None else self.pages)
+        return NUM_RESERVED_PAGES + (default_pages if self.pages is None else self.pages)
 
     @property
     def mtp_modules(self) -> int:
@@ -111,7 +111,9 @@ class EngineShape:
 
     def ring_depth(self, is_target: bool) -> int:
         """Return the rows of a slot's rings in the recurrent layers of the target or draft model."""
-        return ring_depth(self.draft_max + 1 if is_target else draft_window(self.draft_max))
+        return recurrent_ring_depth(
+            self.draft_max + 1 if is_target else draft_window_rows(self.draft_max)
+        )
 
     def rows_ahead(self, next_k: int) -> int:
         """Return the positions behind the newest token that drafting next_k tokens may write."""
@@ -252,7 +254,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     ranks = shape.draft_tp
     pages = shape.num_pages
     rows = shape.slots * (shape.draft_max + 1)
-    window = rows + shape.slots * CATCH_UP
+    window = rows + shape.slots * CATCH_UP_TOKENS
     draft_weights = draft_cache = 0
     states = shape.slots * slot_bytes(target, shape, shape.tp)
     workspace = _workspace_bytes(
@@ -301,7 +303,9 @@ def measure(shape: EngineShape) -> MemoryNeed:
 
 def _stream_states(shape: EngineShape, modules: int) -> int:
     """Return the hidden states that a head's stream stores: one a page, and a ring a slot."""
-    return shape.num_pages + shape.slots * (state_depth(shape.chunk, shape.draft_max, modules) + 1)
+    return shape.num_pages + shape.slots * (
+        state_ring_depth(shape.chunk, shape.draft_max, modules) + 1
+    )
 
 
 def _eagle3_bytes(shape: EngineShape, draft: ModelConfig) -> int:

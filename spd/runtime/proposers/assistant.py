@@ -37,7 +37,7 @@ class AssistantProposer(ModelProposer):
     ) -> None:
         """Propose k tokens a slot by k passes."""
         runner = self.runners[0]
-        rows = self._window(1, 0, window.valid[:, 0].contiguous())
+        rows = self._committed_rows(1, 0, window.valid[:, 0].contiguous())
         read = (rows.positions - 1).clamp(min=0)  # the cache has no entries of drafts
         last_row = (read - window.positions[:, :1]).clamp(0, self._states.shape[1] - 1)
         states = self._states.take_along_dim(last_row[:, :, None], 1)

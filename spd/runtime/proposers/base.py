@@ -51,7 +51,7 @@ class ModelProposer(Proposer):
         self.refeeds = self.reads_target_states or has_lookup
         self.paging = Paging(first.cache.page_size, limit, first.trash_slot)
 
-    def _window(self, width: int, ahead: int, slots: Tensor) -> Rows:
+    def _committed_rows(self, width: int, ahead: int, slots: Tensor) -> Rows:
         """Return the rows of the last `width` committed tokens and `ahead` drafts of slots, bool
         [S].
 
@@ -59,7 +59,7 @@ class ModelProposer(Proposer):
         """
         first = self.state.prompt_length - 1
         cache = self.runners[0].cache
-        if cache.recurrent:  # the tokens in a written state cannot be fed again
+        if cache.has_recurrent_layers:  # the tokens in a written state cannot be fed again
             first = torch.maximum(first, cache.applied[: len(first)])
         rows = self.kernels.committed_window(
             state=self.state,
@@ -71,7 +71,7 @@ class ModelProposer(Proposer):
         )
         return rows
 
-    def _run(
+    def _run_module(
         self, module: int, rows: Rows, views: Sequence[SlotView], previous: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states [S, W, hidden] of rows.
@@ -88,9 +88,9 @@ class ModelProposer(Proposer):
         not written.
         """
         width = tokens + 1 + self.state.max_draft  # a grammar may have replaced verified drafts
-        rows = self._window(width, 0, self.state.occupied)
+        rows = self._committed_rows(width, 0, self.state.occupied)
         for module in range(len(self.runners)):
-            self._run(module, rows, views)
+            self._run_module(module, rows, views)
 
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
@@ -107,9 +107,11 @@ class ModelProposer(Proposer):
         next_rows = None
         for step in range(max(k, last + 1)):
             if next_rows is None or step <= last:
-                hidden = self._run(step, self._window(width, step, took_part), views)[:, -1:]
+                hidden = self._run_module(
+                    step, self._committed_rows(width, step, took_part), views
+                )[:, -1:]
             else:
-                hidden = self._run(last, next_rows, views, hidden)
+                hidden = self._run_module(last, next_rows, views, hidden)
             if step < k:
                 tokens = self.sampler.draw_draft(self.runners[min(step, last)], hidden, step, needs)
                 next_rows = self.kernels.draft_step(

@@ -62,7 +62,7 @@ class BlockProposer(ModelProposer):
         limit = self.paging.limit
         for part, part_states in zip(parts, states, strict=True):
             if part.begin < limit:
-                self.runner.write_prompt_states(part.below(limit), part_states)
+                self.runner.write_prompt_context_entries(part.below(limit), part_states)
 
     def store_target_states(self, window: RoundWindow, states: Tensor) -> None:
         """Write the cache entries of a round's rows, of the target's states [S, R, hidden]."""
@@ -75,7 +75,7 @@ class BlockProposer(ModelProposer):
                 positions=window.positions.clamp(max=limit - 1),
                 kv_slots=torch.where(is_inside, window.kv_slots, self.paging.trash_slot),
             )
-        self.runner.write_states(states, rows, self.state.page_table)
+        self.runner.write_context_entries(states, rows, self.state.page_table)
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
         """Do nothing: every round writes its entries."""
@@ -100,7 +100,7 @@ class BlockProposer(ModelProposer):
         refine = None
         if self.refiner is not None:
             refine = partial(self.refiner.draft, hidden=hidden, anchor=rows.token_ids[:, :1])
-        tokens = self.sampler.draw_block(self.runner, hidden[:, first:], needs, refine)
+        tokens = self.sampler.draw_block_drafts(self.runner, hidden[:, first:], needs, refine)
         if k > 1:
             self.state.draft[:, : k - 1] = tokens[:, : k - 1]
         self.kernels.draft_step(

@@ -26,9 +26,11 @@ class DraftModelProposer(ModelProposer):
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Feed the prompts up to the draft model's context limit."""
         limit = self.paging.limit
-        self.runners[0].write([part.below(limit) for part in parts if part.begin < limit])
+        self.runners[0].write_prompt_parts(
+            [part.below(limit) for part in parts if part.begin < limit]
+        )
 
-    def _run(
+    def _run_module(
         self, module: int, rows: Rows, views: Sequence[SlotView], previous: Tensor | None = None
     ) -> Tensor:
         output = self.runners[module].forward(

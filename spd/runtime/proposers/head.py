@@ -24,7 +24,7 @@ from spd.kernels.round.window import RoundWindow, Rows
 from spd.runtime.layers.base import HeadStates
 from spd.runtime.proposers.base import ModelProposer
 from spd.runtime.round.kv_cache import zero_rows
-from spd.runtime.round.limits import state_depth
+from spd.runtime.round.limits import state_ring_depth
 from spd.runtime.round.model_runner import ModelRunner
 from spd.runtime.round.rows import PromptPart, SlotView
 from spd.runtime.round.sampler import Sampler
@@ -50,7 +50,7 @@ class HeadProposer(ModelProposer):
         super().__init__(sampler, runners, limit, has_lookup=has_lookup)
         state = self.state
         first = runners[0]
-        self.depth = state_depth(first.chunk, state.max_draft, len(runners))
+        self.depth = state_ring_depth(first.chunk, state.max_draft, len(runners))
         hidden_size = first.model.hidden_size
         ring_shape = (state.slots, self.depth + 1, hidden_size)
         page_shape = (first.cache.num_pages, hidden_size)
@@ -96,11 +96,13 @@ class HeadProposer(ModelProposer):
             for part, part_states in zip(head_parts, stream, strict=True):
                 rows = runner.prompt_rows(part)
                 valid_states = part_states[:, : part.end - part.begin]
-                ring = self._store(module, valid_states, rows, part.slot)
+                ring = self._store_stream(module, valid_states, rows, part.slot)
                 rings.append(HeadStates(ring, self.depth))
-            stream = [output.states for output in runner.write(head_parts, rings)]
+            stream = [output.states for output in runner.write_prompt_parts(head_parts, rings)]
 
-    def _store(self, stream: int, states: Tensor, rows: Rows, slot: int | None = None) -> Tensor:
+    def _store_stream(
+        self, stream: int, states: Tensor, rows: Rows, slot: int | None = None
+    ) -> Tensor:
         """Write a stream's states [S, W, hidden] of valid rows; return the slots' rings."""
         ring = self.rings[stream] if slot is None else self.rings[stream][slot : slot + 1]
         self.kernels.keep_states(
@@ -117,9 +119,9 @@ class HeadProposer(ModelProposer):
 
         Rejected ones are overwritten.
         """
-        self._store(0, states, window)
+        self._store_stream(0, states, window)
 
-    def _run(
+    def _run_module(
         self, module: int, rows: Rows, views: Sequence[SlotView], previous: Tensor | None = None
     ) -> Tensor:
         """Return the states that a module computes of rows, and store them for the next module."""
@@ -128,7 +130,7 @@ class HeadProposer(ModelProposer):
             head_states = HeadStates(previous, 1)
         output = self.runners[module].forward(rows, self.state.page_table, views, head_states)
         if module + 1 < len(self.runners):
-            self._store(module + 1, output.states, rows)
+            self._store_stream(module + 1, output.states, rows)
         return output.states
 
     def zero_pages(self, pages: list[int]) -> None:

@@ -18,7 +18,7 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import to_device
 
-ENTRIES = 8
+BUCKET_ENTRIES = 8
 """Ends of n-grams in a bucket, of which the oldest gives way to a new one."""
 TOKENS_A_BUCKET = 4
 """Tokens of a pool for each of its buckets, at most."""
@@ -36,7 +36,9 @@ class LookupPool:
         buckets = 1 << max(0, (size // TOKENS_A_BUCKET - 1).bit_length())
         self.device = device
         self.ngram = ngram
-        self._buckets = torch.full((buckets + 1, ENTRIES), -1, dtype=torch.int32, device=device)
+        self._buckets = torch.full(
+            (buckets + 1, BUCKET_ENTRIES), -1, dtype=torch.int32, device=device
+        )
         """The buckets, and one that is never read: it takes what is not entered."""
         self.texts = TextPool(
             torch.full((size,), -1, dtype=torch.long, device=device), self._buckets[:-1]
@@ -46,7 +48,7 @@ class LookupPool:
         self._end = 0
         """Where the next text begins."""
 
-    def add(self, ids: Sequence[int]) -> None:
+    def add_text(self, ids: Sequence[int]) -> None:
         """Append a text, or the end of one that is as long as the pool, in place of the oldest."""
         tokens = self.texts.tokens
         size = tokens.shape[0]
@@ -56,9 +58,9 @@ class LookupPool:
         self._end = (self._end + len(text)) % size
         if len(text) > self.ngram:
             ngrams = text[:-1].unfold(0, self.ngram, 1).flip(-1)
-            self._index(ngrams, places[self.ngram - 1 : -1])
+            self._index_ngrams(ngrams, places[self.ngram - 1 : -1])
 
-    def _index(self, ngrams: torch.Tensor, ends: torch.Tensor) -> None:
+    def _index_ngrams(self, ngrams: torch.Tensor, ends: torch.Tensor) -> None:
         """Enter n-grams int64 [N, n], the latest token first, which end at these places."""
         last = len(self._counts)
         numbers = bucket_numbers(ngrams, last)
@@ -66,8 +68,8 @@ class LookupPool:
         first = torch.searchsorted(ordered, ordered)
         behind = torch.searchsorted(ordered, ordered, right=True)
         turns = torch.arange(len(ordered), device=self.device)
-        entries = (self._counts[ordered] + turns - first) % ENTRIES
-        is_kept = turns >= behind - ENTRIES  # the others would be overwritten at once
+        entries = (self._counts[ordered] + turns - first) % BUCKET_ENTRIES
+        is_kept = turns >= behind - BUCKET_ENTRIES  # the others would be overwritten at once
         self._buckets[torch.where(is_kept, ordered, last), entries] = ends[order].int()
         self._counts.index_add_(0, numbers, torch.ones_like(numbers))
 
@@ -89,10 +91,10 @@ class NgramLookup(NamedTuple):
     pool: LookupPool | None = None
     """Other texts, of which a longer match than that of the slot's own text is used."""
 
-    def remember(self, ids: Sequence[int]) -> None:
+    def remember_text(self, ids: Sequence[int]) -> None:
         """Add a text to the pool, if there is one."""
         if self.pool is not None:
-            self.pool.add(ids)
+            self.pool.add_text(ids)
 
     def draft(
         self, state: RoundState, k: int, model_drafts: int, views: Sequence[SlotView]
@@ -102,11 +104,11 @@ class NgramLookup(NamedTuple):
         A slot without a match has the model's drafts, or none.
         """
         bound = min(max((view.bound for view in views), default=0), state.max_len)
-        self._search(state, k, bound, keep=model_drafts > 0)
+        self._search_drafts(state, k, bound, keep=model_drafts > 0)
         if model_drafts and self.may_draft_more:
-            self._search(state, k, bound, keep=True, behind=model_drafts)
+            self._search_drafts(state, k, bound, keep=True, behind=model_drafts)
 
-    def _search(
+    def _search_drafts(
         self, state: RoundState, k: int, bound: int, *, keep: bool, behind: int = 0
     ) -> None:
         """Run one search; see `Kernels.ngram_lookup` and `Kernels.pool_lookup`."""

@@ -331,10 +331,10 @@ class LeadingQueue:
     def zero_pages(self, pages: list[int]) -> None:
         self._order_if_running(self.queue.zero_pages, pages)
 
-    def remember(self, ids: list[int]) -> None:
-        self._order_if_running(self.queue.remember, ids)
+    def remember_text(self, ids: list[int]) -> None:
+        self._order_if_running(self.queue.remember_text, ids)
 
-    def write(
+    def queue_prompt_part(
         self,
         slot: int,
         pages: list[int],
@@ -343,16 +343,16 @@ class LeadingQueue:
         chunked: bool,
         num_likeliest: int | None = None,
     ) -> None:
-        self.order(self.queue.write, slot, pages, start, end, chunked, num_likeliest)
+        self.order(self.queue.queue_prompt_part, slot, pages, start, end, chunked, num_likeliest)
 
-    def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
-        self.order(self.queue.save, place, slot, pages, end)
+    def queue_snapshot(self, place: int, slot: int, pages: list[int], end: int) -> None:
+        self.order(self.queue.queue_snapshot, place, slot, pages, end)
 
     def flush(self) -> None:
         self.order(self.queue.flush)
 
-    def prompt_scores(self, slot: int) -> PromptScores:
-        return self.order(self.queue.prompt_scores, slot)
+    def take_prompt_scores(self, slot: int) -> PromptScores:
+        return self.order(self.queue.take_prompt_scores, slot)
 
     def launch(
         self,
@@ -372,8 +372,8 @@ class LeadingQueue:
     def capture(self, shape: RoundShape) -> bool:
         return self.order(self.queue.capture, shape)
 
-    def restart(self) -> None:
-        self._order_if_running(self.queue.restart)
+    def drop_enqueued(self) -> None:
+        self._order_if_running(self.queue.drop_enqueued)
 
     def close(self) -> None:
         """End the other ranks."""

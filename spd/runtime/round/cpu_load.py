@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-STAT = Path("/proc/stat")
-WINDOW = 0.1
+PROC_STAT_PATH = Path("/proc/stat")
+MIN_READING_SECONDS = 0.1
 """Seconds between two readings, at least: the system counts in hundredths."""
 NEGLIGIBLE_LOAD = 0.3
 """Load in CPUs that is ignored: the system's own work, and the error of a reading."""
@@ -25,10 +25,11 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
-    """Return the seconds in which these CPUs worked or the machine's host took them.
+def busy_seconds(cpus: Sequence[int], source: Path = PROC_STAT_PATH) -> float:
+    """Return the seconds since boot in which these CPUs, given by number, worked or the machine's
+    host took them.
 
-    0 if unknown.
+    source: a file like /proc/stat. 0 if it cannot be read.
     """
     ticks = 0
     names = {f"cpu{number}" for number in cpus}
@@ -45,26 +46,34 @@ def busy_seconds(cpus: Sequence[int], source: Path = STAT) -> float:
 
 
 class OtherProcessLoad:
-    """Measures how many CPUs other processes keep busy, from one reading to the next."""
+    """Measures how many of the usable CPUs other processes keep busy, from one reading to the
+    next.
+    """
 
     def __init__(self) -> None:
         self.cpus = usable_cpus()
-        self.last_reading = self._measure()
+        self.last_reading = self._measure_other_seconds()
+        """The clock, and the CPU seconds of other processes, at the reading before."""
 
-    def _measure(self) -> tuple[float, float]:
-        """Return the time, and the seconds that other processes have worked until then."""
+    def _measure_other_seconds(self) -> tuple[float, float]:
+        """Return the clock in seconds, and the CPU seconds that other processes have worked by
+        then.
+        """
         return time.perf_counter(), busy_seconds(self.cpus) - time.process_time()
 
-    def read(self) -> float:
-        """Return the load since the last reading, from 0 to the number of usable CPUs."""
+    def read_load(self) -> float:
+        """Return the other processes' load in CPUs since the last reading, and begin a new reading.
+
+        It lies between 0 and the number of usable CPUs.
+        """
         last_time, last_seconds = self.last_reading
-        now, seconds = self._measure()
+        now, seconds = self._measure_other_seconds()
         self.last_reading = (now, seconds)
         load = (seconds - last_seconds) / max(now - last_time, 1e-3)
         return min(max(0.0, load), float(len(self.cpus)))
 
 
-def thread_counts(maximum: int) -> tuple[int, ...]:
+def candidate_thread_counts(maximum: int) -> tuple[int, ...]:
     """Return the thread counts to choose from, ascending, from half of `maximum` to all."""
     counts = {max(1, maximum // 2), max(1, maximum * 3 // 4), max(1, maximum - 1), maximum}
     return tuple(sorted(counts))
@@ -74,22 +83,25 @@ class AdaptiveThreads(OtherProcessLoad):
     """Leaves other processes the CPUs that they use, up to half of the threads."""
 
     def __init__(self, counts: Sequence[int], set_threads: Callable[[int], None]) -> None:
-        """counts: numbers of threads that give the same bits, ascending.
+        """counts: numbers of threads to choose from, ascending; the last is in use at first.
 
-        The last is the default.
+        set_threads: sets the number of threads that the kernels use.
         """
         super().__init__()
         self._counts = counts
         self._set_threads = set_threads
         self.count = self._counts[-1]
 
-    def adapt(self) -> None:
-        """Read the load if `WINDOW` has passed, and use as many threads as there are free CPUs."""
+    def adapt_thread_count(self) -> None:
+        """Set the number of threads to that of the free CPUs, at most every `MIN_READING_SECONDS`.
+
+        Reads the load of other processes. Leaves the number where no round ran for a while.
+        """
         age = time.perf_counter() - self.last_reading[0]
-        if age < WINDOW:
+        if age < MIN_READING_SECONDS:
             return
-        load = self.read()
-        if age > 3 * WINDOW:  # no rounds ran meanwhile: the load may be over
+        load = self.read_load()
+        if age > 3 * MIN_READING_SECONDS:  # no rounds ran meanwhile: the load may be over
             return
         free = len(self.cpus) - math.ceil(load - NEGLIGIBLE_LOAD)
         count = max((count for count in self._counts if count <= free), default=self._counts[0])

@@ -18,7 +18,7 @@ from spd.runtime.round.rows import SlotView
 from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import narrow_to_slots
 
-MAX_RECORDED = 64
+MAX_RECORDED = 64  # shapes
 """Recorded rounds at most: each holds the arguments of some hundred calls."""
 Result = TypeVar("Result")
 Program = Callable[[], Logprobs | None]
@@ -36,9 +36,12 @@ class RoundShape(NamedTuple):
     """
 
     k: int
+    """Drafts of a slot that the round verifies."""
     next_k: int
+    """Drafts of a slot that it makes for the next round."""
     needs: SamplingSteps
     num_logprobs: int | None
+    """Likeliest tokens whose log-probabilities it returns; None: it returns none at all."""
     slots: int
     """The round runs the first so many slots."""
     chained: int = 0
@@ -48,10 +51,10 @@ class RoundShape(NamedTuple):
 
 
 class CapturedRounds:
-    """Captures a round's program when its shape is first run, or before, and replays it from then
-    on.
+    """Runs rounds on a GPU: captures a round's program as a CUDA graph when its shape is first run,
+    or before, and replays it from then on.
 
-    `capture` is `capture_cuda`, except in tests.
+    capture: captures a program; `capture_cuda`, except in tests.
     """
 
     def __init__(self, round_: Round, capture: Capture | None = None) -> None:
@@ -71,8 +74,10 @@ class CapturedRounds:
         self.slot_counts: tuple[int, ...] = (*powers, slots)
         """1, 4, 16 and so on up to all slots: a wider round costs more, and each count its own graphs."""
 
-    def num_slots(self, views: Sequence[SlotView]) -> int:
-        """Return how many slots a round runs: the least of `slot_counts` for all occupied slots."""
+    def slots_to_run(self, views: Sequence[SlotView]) -> int:
+        """Return how many slots a round runs: the least of `slot_counts` that holds all occupied
+        ones.
+        """
         occupied = max((slot for slot, view in enumerate(views, 1) if view.bound), default=1)
         return next(count for count in self.slot_counts if count >= occupied)
 
@@ -82,11 +87,11 @@ class CapturedRounds:
         params: Collection[SamplingParams],
         concurrency: int,
     ) -> list[RoundShape]:
-        """Return the shapes that some requests will almost certainly run and that are not captured.
+        """Return the shapes that requests will almost certainly run and that are not captured yet.
 
-        The largest come first. params: those of the requests. pairs: returns the likely pairs of k
-        and the next k, for one slot alone if True, else for all slots. concurrency: how many
-        requests at least will run together.
+        The largest come first; none where `only_on_demand`. params: the sampling parameters of the
+        requests. pairs: returns the likely pairs of k and the next k, for one slot alone if True,
+        else for all slots. concurrency: how many requests at least will run together.
         """
         shapes = set[RoundShape]()
         if self.only_on_demand:
@@ -112,9 +117,9 @@ class CapturedRounds:
         )
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
-        """Run one round of this shape.
+        """Run one round of this shape, which is captured first where it is not yet.
 
-        See `Round.run`. The next run overwrites the log-probabilities.
+        Returns the log-probabilities as `Round.run` does. The next run overwrites them.
         """
         if shape not in self.captured:
             self.capture(shape, views)
@@ -124,7 +129,10 @@ class CapturedRounds:
         return logprobs
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """Run a shape once with every slot inactive, which compiles and loads all, then capture it."""
+        """Run a shape once with every slot inactive, which compiles its kernels, then capture it.
+
+        Stores its replay in `captured`. The state's tensors are as before afterwards.
+        """
         state = self.round.state
         written = [state.active, state.draft, state.num_drafts, state.counter]
         draft_distributions = self.round.sampler.draft_distributions
@@ -132,7 +140,7 @@ class CapturedRounds:
             written.append(draft_distributions)
         saved = [(tensor, tensor.clone()) for tensor in written]
         state.active.fill_(False)
-        program = self.program(shape, views)
+        program = self.program_for(shape, views)
         try:
             program()
             self.captured[shape] = self._capture(program)
@@ -140,8 +148,10 @@ class CapturedRounds:
             for tensor, value in saved:
                 tensor.copy_(value)
 
-    def program(self, shape: RoundShape, views: Sequence[SlotView]) -> Program:
-        """Return the function that runs a round of this shape."""
+    def program_for(self, shape: RoundShape, views: Sequence[SlotView]) -> Program:
+        """Return a function that runs a round of this shape eagerly over the round's static
+        tensors.
+        """
         count = shape.slots
         round_ = self.round
         if count != round_.state.slots:
@@ -151,7 +161,7 @@ class CapturedRounds:
         )
 
     def capture_cuda(self, program: Callable[[], Result]) -> tuple[Replay, Result]:
-        """Capture the program's kernels.
+        """Capture the program's kernels as a CUDA graph; return its replay and the captured result.
 
         All graphs share one memory pool, since they run in turn.
         """
@@ -180,9 +190,10 @@ class RecordedRounds(CapturedRounds):
         self.slot_counts = tuple(range(1, round_.state.slots + 1))
 
     def run(self, shape: RoundShape, views: Sequence[SlotView]) -> Logprobs | None:
-        """Run one round as `CapturedRounds.run` does.
+        """Run one round of this shape: a record where there is one, else eagerly.
 
-        The log-probabilities have memory of their own.
+        It is recorded when it is run for the second time, up to `MAX_RECORDED` shapes. The returned
+        log-probabilities have memory of their own.
         """
         shape = shape._replace(threads=self.library.threads)
         replay = None
@@ -204,8 +215,10 @@ class RecordedRounds(CapturedRounds):
         return logprobs and (logprobs[0].clone(), logprobs[1].clone(), logprobs[2].clone())
 
     def capture(self, shape: RoundShape, views: Sequence[SlotView]) -> None:
-        """Record a shape without running it."""
+        """Record a shape without running it; where that is impossible, note that it has no
+        record.
+        """
         try:
-            self.captured[shape] = record(self.program(shape, views), self.library, self.buffer)
+            self.captured[shape] = record(self.program_for(shape, views), self.library, self.buffer)
         except NotRecordable:
             self.captured[shape] = (None, None)

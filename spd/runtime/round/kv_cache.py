@@ -13,7 +13,7 @@ from spd.kernels.native.packed import LARGE_PAGE, advise_large_pages
 from spd.kernels.recurrent.state_blocks import BLOCK, last_border
 from spd.runtime.layers.base import LayerCache
 from spd.runtime.models.layouts import AttentionLayout, MixerLayout, RecurrentLayout
-from spd.runtime.round.limits import NUM_RESERVED
+from spd.runtime.round.limits import NUM_RESERVED_PAGES
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -38,7 +38,8 @@ def zero_rows(tensor: Tensor, rows: Sequence[int]) -> None:
 
 
 class KvCache:
-    """Pools [pages, page, ...] of each layer, zeroed, since masked positions must be finite.
+    """The page pools [pages, page, ...] of each layer, zeroed, since masked positions must be
+    finite.
 
     Recurrent layers have states of each of `slots` slots instead, with rings of `depth` rows.
     """
@@ -55,7 +56,10 @@ class KvCache:
         *,
         rounded: bool = False,
     ) -> None:
-        """rounded: True if entries have eight bits; states and their rings never do."""
+        """layers: the mixers of the model's layers, in order. page_size: positions of a page.
+
+        rounded: True if the pools' entries are in eight bits; states and their rings never are.
+        """
         self.page_size = page_size
         self.num_pages = num_pages
         self.dtype = dtype
@@ -63,7 +67,8 @@ class KvCache:
         self.paged = [not isinstance(layer, RecurrentLayout) for layer in layers]
         """True for each layer with page pools."""
         self.layers: list[LayerCache] = []
-        self.recurrent = not all(self.paged)
+        """The pools of each layer, or its slot states."""
+        self.has_recurrent_layers = not all(self.paged)
         """True if a layer has slot states."""
         self.layouts = layers
         for layer in layers:
@@ -82,14 +87,17 @@ class KvCache:
                             lazy_zeros((num_pages, page_size, *shape), torch.float16, device)
                         )
             self.layers.append(LayerCache(tuple(pools)))
-        self.applied = torch.zeros(slots if self.recurrent else 0, dtype=torch.long, device=device)
+        self.applied = torch.zeros(
+            slots if self.has_recurrent_layers else 0, dtype=torch.long, device=device
+        )
         """The position as of which each slot's recurrent states are, a border, int64 [slots]."""
 
     def continuation_views(self, slot: int, end: int, page: int) -> Iterator[Tensor]:
-        """Yield views of all that a slot needs to continue at position `end`.
+        """Yield views of all memory that a slot needs to continue at position `end`, layer by
+        layer.
 
-        These are the page of that position, the slot's recurrent states as of the last border with
-        the block of their rings behind it, and the latest inputs of its convolutions.
+        These are `page`, which has that position, the slot's recurrent states as of the last border
+        with the block of their rings behind it, and the latest inputs of its convolutions.
         """
         for layer, layout in zip(self.layers, self.layouts, strict=True):
             if isinstance(layout, RecurrentLayout):
@@ -106,8 +114,10 @@ class KvCache:
                 yield from (pool[page] for pool in layer.pools)
 
     def zero_pages(self, pages: list[int]) -> None:
-        """Zero pages that may hold values that are not finite."""
-        assert all(page >= NUM_RESERVED for page in pages)
+        """Zero pages, which may hold values that are not finite, in the pools of all paged
+        layers.
+        """
+        assert all(page >= NUM_RESERVED_PAGES for page in pages)
         for layer, paged in zip(self.layers, self.paged, strict=True):
             for pool in layer.pools if paged else ():
                 zero_rows(pool, pages)

@@ -18,9 +18,9 @@ from torch import Tensor
 from spd.kernels.round.window import BEGAN, COMMITTED, ENDED, VERIFIED
 from spd.runtime.round.cpu_load import AdaptiveThreads
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
-from spd.runtime.round.limits import CATCH_UP, PAGE_SIZE, TRASH_PAGE
+from spd.runtime.round.limits import CATCH_UP_TOKENS, PAGE_SIZE, TRASH_PAGE
 from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
-from spd.runtime.round.prompt_scores import PromptScores, ScoreRows
+from spd.runtime.round.prompt_scores import PromptScores, UnreadPromptScores
 from spd.runtime.round.round import Logprobs, Round
 from spd.runtime.round.round_queue import HostLogprobs, RoundResult, SlotAdmission
 from spd.runtime.round.rows import EMPTY_SLOT, PromptPart, SlotView
@@ -34,22 +34,28 @@ Fetched = tuple[Tensor, Tensor, Logprobs | None, Tensor | None]
 
 
 class PendingSnapshot(NamedTuple):
-    """A snapshot that is to be saved: its place, its slot, its position and the page of that."""
+    """A snapshot that is to be saved, as `SnapshotStore.save` takes it."""
 
     place: int
+    """Where the store keeps it."""
     slot: int
     end: int
+    """The position as of which the states are saved."""
     page: int
+    """The partly filled page at that position; the trash page where there is none."""
 
 
 class LocalPendingRound(NamedTuple):
     """A round that is enqueued and not yet read."""
 
     k: int
+    """Drafts of a slot that it verifies."""
     draft_forwards: int
     """Forward passes of the drafting loop."""
     fetch: Callable[[], Fetched]
+    """Waits until the round's results are on the host, and returns them."""
     queue: LocalRoundQueue
+    """The queue that runs it, and knows when the round read before ended."""
 
     def read(self) -> RoundResult:
         """Wait until the round has run, and return its emission. Rounds are read in order."""
@@ -147,11 +153,11 @@ class LocalRoundQueue:
         threads: AdaptiveThreads,
         draft_limit: int,
         *,
-        alone: bool,
+        is_only_rank: bool,
     ) -> None:
-        """draft_limit: length up to which tokens are drafted.
+        """captured: captured or recorded rounds; None: every round is eager.
 
-        alone: True if this is the only rank.
+        draft_limit: length up to which tokens are drafted. is_only_rank: True without other ranks.
         """
         self.round = round_
         self.captured = captured
@@ -162,7 +168,7 @@ class LocalRoundQueue:
         self.sampler = round_.sampler
         self.proposer = round_.proposer
         self.draft_limit = draft_limit
-        self.alone = alone
+        self.is_only_rank = is_only_rank
         self.host_copies = HostCopies(self.state) if self.state.device != "cpu" else None
         self.rows = list(zip(self.state.ring.unbind(), self.state.times.unbind(), strict=True))
         """The rows of the ring, with their times."""
@@ -174,7 +180,7 @@ class LocalRoundQueue:
         """Upper bound of the tokens that the proposer's cache lacks, besides one round's drafts."""
         self.last_ended = 0
         """When the round read last had run, in nanoseconds by the device's clock."""
-        self.scores: dict[int, ScoreRows] = {}
+        self.scores: dict[int, UnreadPromptScores] = {}
         """Scores of the prompts that are being written, by slot, where they are requested."""
         self._prompt_ids: Tensor | None = None
         """The ids of the prompt that is being written, int64 [length]."""
@@ -221,7 +227,7 @@ class LocalRoundQueue:
         self.upload_pages(slot, admission.pages)
 
     def upload_pages(self, slot: int, pages: list[int]) -> None:
-        """Upload a slot's page numbers."""
+        """Write a slot's page numbers into its row of the device's page table."""
         table = self.state.page_table
         table[slot] = self.runner.page_row(pages, table.shape[1])
 
@@ -258,20 +264,22 @@ class LocalRoundQueue:
         self.last_views[slot] = EMPTY_SLOT
 
     def zero_pages(self, pages: list[int]) -> None:
-        """Zero pages that may hold values that are not finite."""
+        """Zero pages, which may hold values that are not finite, of the target's and drafters'
+        caches.
+        """
         self.flush()
         self.runner.cache.zero_pages(pages)
         if self.proposer is not None:
             self.proposer.zero_pages(pages)
 
-    def remember(self, ids: list[int]) -> None:
-        """Add a text to those that lookup drafts from, where it keeps any."""
+    def remember_text(self, ids: list[int]) -> None:
+        """Add a text's token ids to the pool that prompt lookup drafts from, where there is one."""
         if self.round.lookup is not None:
-            self.round.lookup.remember(ids)
+            self.round.lookup.remember_text(ids)
 
     # -- prompts ---------------------------------------------------------------------------------
 
-    def write(
+    def queue_prompt_part(
         self,
         slot: int,
         pages: list[int],
@@ -302,21 +310,26 @@ class LocalRoundQueue:
             self.flush()
         self.unwritten.append(part)
         if num_likeliest is not None:
-            self.scores.setdefault(slot, ScoreRows(num_likeliest))
+            self.scores.setdefault(slot, UnreadPromptScores(num_likeliest))
 
-    def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
-        """Save a slot's states as of position `end` to a snapshot's place, at `flush` at the latest."""
+    def queue_snapshot(self, place: int, slot: int, pages: list[int], end: int) -> None:
+        """Queue a snapshot of a slot's states as of position `end`, which `flush` saves to
+        `place`.
+        """
         self.unsaved.append(PendingSnapshot(place, slot, end, page_at(pages, end)))
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Enqueue all parts of prompts and snapshots that wait to be written."""
+        """Write all queued parts of prompts, in all caches, then save all queued snapshots.
+
+        On a GPU this only enqueues the passes and copies.
+        """
         if self.unwritten:
-            outputs = self.runner.write(self.unwritten)
+            outputs = self.runner.write_prompt_parts(self.unwritten)
             for part, output in zip(self.unwritten, outputs, strict=True):
                 scores = self.scores.get(part.slot)
                 if scores is not None:
-                    scores.add(self.runner, part, output.hidden)
+                    scores.add_part(self.runner, part, output.hidden)
             if self.proposer is not None:
                 self.proposer.prefill(self.unwritten, [output.states for output in outputs])
         for pending in self.unsaved:
@@ -325,11 +338,13 @@ class LocalRoundQueue:
         self.unwritten = []
         self.unsaved = []
 
-    def prompt_scores(self, slot: int) -> PromptScores:
-        """Wait for the scores of a slot's prompt; return and drop them."""
+    def take_prompt_scores(self, slot: int) -> PromptScores:
+        """Write what is queued, wait for the scores of a slot's prompt, and return and drop
+        them.
+        """
         self.flush()
         scores = self.scores.pop(slot, None)
-        return ScoreRows(0).fetch() if scores is None else scores.fetch()
+        return UnreadPromptScores(0).fetch() if scores is None else scores.fetch()
 
     # -- rounds ----------------------------------------------------------------------------------
 
@@ -342,8 +357,12 @@ class LocalRoundQueue:
         next_k: int,
         chained: int = 0,
     ) -> LocalPendingRound:
-        """Enqueue one round; see `Round.run`."""
-        self.threads.adapt()
+        """Enqueue one round with the arguments of `Round.run`, after all that is still queued.
+
+        On a CPU the round has run when this returns. Sets the number of threads before, and lets
+        the proposer catch up where it drafts and its cache lacks tokens.
+        """
+        self.threads.adapt_thread_count()
         if self.is_writing:
             self.flush()
         proposer = self.proposer
@@ -357,7 +376,7 @@ class LocalRoundQueue:
             if model_drafts:
                 forwards = 1 if proposer.drafts_at_once else model_drafts
             missing = self.missing_tokens
-            if model_drafts or (missing and missing + k >= CATCH_UP):
+            if model_drafts or (missing and missing + k >= CATCH_UP_TOKENS):
                 self._catch_up()
             if not model_drafts:
                 self.missing_tokens += 1 + (k if self.missing_tokens else 0)
@@ -369,7 +388,7 @@ class LocalRoundQueue:
                 next_k=next_k,
                 needs=needs,
                 num_logprobs=num_logprobs,
-                slots=self.captured.num_slots(views),
+                slots=self.captured.slots_to_run(views),
                 chained=chained,
             )
             logprobs = self.captured.run(shape, views)
@@ -391,7 +410,9 @@ class LocalRoundQueue:
 
     @torch.inference_mode()
     def _catch_up(self) -> None:
-        """Feed the tokens that the proposer's cache lacks, before it drafts or its pages are published."""
+        """Write the tokens that the proposer's cache lacks, before it drafts or its pages are
+        shared.
+        """
         proposer = self.proposer
         views = self.last_views
         if proposer is not None and self.missing_tokens and any(view.bound for view in views):
@@ -399,7 +420,7 @@ class LocalRoundQueue:
         self.missing_tokens = 0
 
     def capture(self, shape: RoundShape) -> bool:
-        """Capture a round while nothing runs. False if memory ran out, and all captures were
+        """Capture a round while nothing runs; return False if memory ran out, and all captures were
         dropped.
 
         With several ranks the error is raised instead, since the others do not know of it.
@@ -409,7 +430,7 @@ class LocalRoundQueue:
         try:
             captured.capture(shape, [EMPTY_SLOT] * self.state.slots)
         except Exception as error:
-            if not (self.alone and is_out_of_memory(error)):
+            if not (self.is_only_rank and is_out_of_memory(error)):
                 raise
             captured.captured.clear()
             captured.pool_graph = None
@@ -418,11 +439,11 @@ class LocalRoundQueue:
             return False
         return True
 
-    def restart(self) -> None:
-        """Drop what was enqueued, after a round that failed.
+    def drop_enqueued(self) -> None:
+        """Drop queued parts and snapshots after a round that failed, and set the device's counter
+        of rounds anew.
 
-        The counter is set so that the next round writes the row of the ring that will be read for
-        it.
+        The next round then writes the row of the ring that will be read for it.
         """
         self.unwritten = []
         self.unsaved = []

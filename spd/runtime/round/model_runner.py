@@ -30,12 +30,12 @@ from spd.runtime.layers.torch_linear import Linear
 from spd.runtime.models.block_model import BlockModel
 from spd.runtime.models.decoder import Decoder
 from spd.runtime.round import arithmetic_probe as probe
-from spd.runtime.round.arithmetic_probe import CANDIDATES, WIDEST
+from spd.runtime.round.arithmetic_probe import CANDIDATE_BUCKETS, WIDEST_BUCKET
 from spd.runtime.round.kv_cache import KvCache
-from spd.runtime.round.limits import NUM_RESERVED, TRASH_PAGE, ZERO_PAGE
+from spd.runtime.round.limits import NUM_RESERVED_PAGES, TRASH_PAGE, ZERO_PAGE
 from spd.runtime.round.row_padding import (
-    bucket_for,
     concatenate_outputs,
+    padded_row_count,
     repeat_last,
     scatter_rows,
 )
@@ -57,61 +57,58 @@ class ModelRunner:
         device: str,
         kernels: Kernels,
         *,
-        alone: bool = True,
+        is_only_rank: bool = True,
     ) -> None:
-        """alone: True if no other rank has to run passes of the same shapes."""
+        """chunk: positions of a full chunk. is_only_rank: True if no other rank runs passes."""
         self.model = model
         self.cache = cache
         self.chunk = chunk
         self.device = device
         self.samples_in_head = isinstance(model.head, SkinnyLinear) and model.logit_softcap is None
-        """True if the head can sample tokens without writing logits.
-
-        Capped logits need the sampler.
-        """
+        """True if the head can sample tokens without writing logits, which must not be capped."""
         self.kernels = kernels
         self.dtype = cache.dtype
         self.merges_prompts = kernels.capabilities.row_independent
         """True if prompts of several slots may share a pass, as other rows do not change a row's bits."""
         self.pages_per_block = KV_BLOCK // cache.page_size
         """Pages of a full block of an attended context."""
-        self.trash_slot = TRASH_PAGE * cache.page_size
+        self.trash_slot = TRASH_PAGE * cache.page_size  # takes entries of rows that are not kept
         self.buckets: tuple[int, ...] | None = None
         """Row counts that give the same bits; None where every count does by construction."""
-        self.tile = sys.maxsize if kernels.capabilities.row_independent else WIDEST
+        self.tile = sys.maxsize if kernels.capabilities.row_independent else WIDEST_BUCKET
         """Rows of a product at most."""
         if kernels.capabilities.probes_row_counts:
-            self._probe_row_counts(alone)
+            self._probe_row_counts(is_only_rank)
 
-    def _probe_row_counts(self, alone: bool) -> None:
+    def _probe_row_counts(self, is_only_rank: bool) -> None:
         """Set `buckets` by running a fixed text through the first layers: see `arithmetic_probe`."""
         model = self.model
-        self.buckets = (WIDEST,)
+        self.buckets = (WIDEST_BUCKET,)
         end = min(KV_BLOCK, model.max_positions)
-        if end < WIDEST:
+        if end < WIDEST_BUCKET:
             return
-        self.buckets = (*CANDIDATES, WIDEST)  # so that no width is padded while it is tested
+        self.buckets = (*CANDIDATE_BUCKETS, WIDEST_BUCKET)  # no width is padded while it is tested
         generator = seeded_generator()
-        start = end - WIDEST
-        pages = list(range(NUM_RESERVED, NUM_RESERVED + 2 * self.pages_per_block))
+        start = end - WIDEST_BUCKET
+        pages = list(range(NUM_RESERVED_PAGES, NUM_RESERVED_PAGES + 2 * self.pages_per_block))
         cache = KvCache(
-            model.cache_layouts[: max(probe.PROBED_LAYERS, model.num_probe_layers)],
+            model.cache_layouts[: max(probe.MIN_PROBED_LAYERS, model.num_probe_layers)],
             num_pages=pages[-1] + 1,
             page_size=self.cache.page_size,
             dtype=self.dtype,
             device=self.device,
             slots=1,
-            depth=2 * WIDEST,
+            depth=2 * WIDEST_BUCKET,
             rounded=self.cache.rounded,
         )
         for layer in cache.layers:
             for pool in layer.pools:
                 pool.copy_(torch.randn(pool.shape, generator=generator))
         ids = torch.randint(model.vocab_size, (1, end), generator=generator).to(self.device)
-        ring = torch.randn(1, WIDEST, model.state_size, generator=generator)
-        states = HeadStates(ring.to(self.device, self.dtype), WIDEST)
+        ring = torch.randn(1, WIDEST_BUCKET, model.state_size, generator=generator)
+        states = HeadStates(ring.to(self.device, self.dtype), WIDEST_BUCKET)
 
-        def run_window(first: int, rows: int, blocks: int) -> probe.Outputs:
+        def run_window(first: int, rows: int, blocks: int) -> probe.WindowOutputs:
             """Run a window of the text's last rows with so many blocks of context."""
             begin = start + first
             view = SlotView(blocks * KV_BLOCK, pages)
@@ -119,18 +116,18 @@ class ModelRunner:
                 slot=0, token_ids=ids, begin=begin, end=begin + rows, view=view, chunked=False
             )
             slot_rows = SlotRows(self.prompt_rows(part), self.page_tables([part]), [view], states)
-            if cache.recurrent:
+            if cache.has_recurrent_layers:
                 applied = cache.applied.fill_(last_border(start))
                 table = torch.tensor([0, 0, rows, begin, last_border(start)], device=self.device)
                 slot_rows = slot_rows._replace(segments=Segments(table[:, None], applied))
-            hidden = model.forward(self._batch(slot_rows), cache.layers).hidden
-            return hidden, model.logits(hidden, WIDEST)
+            hidden = model.forward(self._make_batch(slot_rows), cache.layers).hidden
+            return hidden, model.logits(hidden, WIDEST_BUCKET)
 
         self.buckets = probe.matching_buckets(run_window)
-        if alone:
+        if is_only_rank:
             products = {p.weight.shape: p for p in model.products if isinstance(p, Linear)}
             for product in products.values():  # one of each shape
-                self.buckets = probe.matching_sum_order(product, self.buckets)
+                self.buckets = probe.widths_with_matching_sum_order(product, self.buckets)
 
     def page_row(self, pages: Sequence[int], width: int) -> Tensor:
         """Return a row of a page table, int64 [width], whose unused entries are the zero page."""
@@ -158,14 +155,14 @@ class ModelRunner:
         if occupied is not None:
             slot_rows = slot_rows.select(occupied)
         num_slots, width = slot_rows.rows.token_ids.shape
-        if self.cache.recurrent:
+        if self.cache.has_recurrent_layers:
             slots = occupied
             if slots is None:
                 slots = torch.arange(num_slots, device=self.device)
             slot_rows = slot_rows.with_segments(
                 slots, self.cache.applied, prefix_committed=prefix_committed
             )
-        output = self._run(self._batch(slot_rows)).map(
+        output = self._run_model(self._make_batch(slot_rows)).map(
             lambda tensor: tensor[: num_slots * width].view(num_slots, width, -1)
         )
         if occupied is None:
@@ -200,9 +197,9 @@ class ModelRunner:
                 if part_states
             ]
             window_states = HeadStates(torch.cat(rings), states[0].depth)
-        if self.cache.recurrent:  # all of their rows are committed
+        if self.cache.has_recurrent_layers:  # all of their rows are committed
             firsts = accumulate((rows.valid.numel() for rows in part_rows[:-1]), initial=0)
-            segments = self._segments(
+            segments = self._upload_segments(
                 [
                     SegmentRow(
                         slot=part.slot,
@@ -223,15 +220,15 @@ class ModelRunner:
             rows=rows, page_table=page_table, views=views, states=window_states, segments=segments
         )
 
-    def _segments(self, segment_rows: Sequence[SegmentRow]) -> Segments:
-        """Upload segments as the columns of a table; see `Segments`."""
+    def _upload_segments(self, segment_rows: Sequence[SegmentRow]) -> Segments:
+        """Return segments whose table, a column each, is uploaded to the device; see `Segments`."""
         table = [value for column in zip(*segment_rows, strict=True) for value in column]
         return Segments(to_device(table, torch.long, self.device).view(5, -1), self.cache.applied)
 
     def _occupied_slots(self, views: Sequence[SlotView]) -> Tensor | None:
-        """Return the slots with rows, int64 [P]; None if all slots are run.
+        """Return the numbers of the slots that have rows, int64 [P]; None if all slots are run.
 
-        All are run where each has rows, and on a GPU.
+        All are run where each has rows or none has, and on a GPU.
         """
         if self.kernels.capabilities.reads_no_lengths:
             return None
@@ -240,7 +237,7 @@ class ModelRunner:
             return None
         return to_device(occupied, torch.long, self.device)
 
-    def _batch(
+    def _make_batch(
         self,
         slot_rows: SlotRows,
         tile: int | None = None,
@@ -248,15 +245,15 @@ class ModelRunner:
         *,
         attends: bool = True,
     ) -> ForwardBatch:
-        """Return the batch of a pass, padded to a bucket.
+        """Return the batch of a pass with its plans of attention, padded to a bucket of rows.
 
-        tile: rows of a product at most. chunk_start: the first position of a chunk, None for
-        windows. attends: False for a pass without attention.
+        tile: rows of a product at most; None: `self.tile`. chunk_start: the first position of a
+        prompt's chunk; None for windows. attends: False for a pass without attention.
         """
         plan: AttentionPlans = {}
         block_plan: AttentionPlans = {}
         if attends:
-            plan, block_plan = self._attention_plans(slot_rows, chunk_start)
+            plan, block_plan = self._plan_attention(slot_rows, chunk_start)
         rows = slot_rows.rows
         tile = tile or self.tile
         slots, width = rows.token_ids.shape
@@ -264,7 +261,7 @@ class ModelRunner:
         positions = rows.positions.reshape(-1)
         kv_slots = rows.kv_slots.reshape(-1)
         if self.buckets is not None and chunk_start is None:
-            padding = bucket_for(slots * width, self.buckets) - slots * width
+            padding = padded_row_count(slots * width, self.buckets) - slots * width
             if padding:
                 # The last row is repeated, so that no other expert is used. Its KV is not stored.
                 token_ids = torch.cat((token_ids, token_ids[-1:].expand(padding)))
@@ -286,10 +283,10 @@ class ModelRunner:
             segments=slot_rows.segments,
         )
 
-    def _run(self, batch: ForwardBatch) -> ModelOutput:
-        """Run the model over its cache.
+    def _run_model(self, batch: ForwardBatch) -> ModelOutput:
+        """Run the model over its cache, write the batch's entries there, and return its output.
 
-        The states of slots with rows are as of `keep` afterwards.
+        Recurrent states of slots with rows are as of `keeps` afterwards, which `applied` records.
         """
         output = self.model.forward(batch, self.cache.layers)
         if batch.segments is not None:
@@ -300,7 +297,7 @@ class ModelRunner:
             segments.applied.scatter_(0, slots, after)
         return output
 
-    def _attention_plans(
+    def _plan_attention(
         self, slot_rows: SlotRows, chunk_start: int | None
     ) -> tuple[AttentionPlans, AttentionPlans]:
         """Plan the attention of all layers over the slots' rows, for each shape of heads.
@@ -313,7 +310,8 @@ class ModelRunner:
         first_pages: list[int | None] = []
         if self.buckets is not None:  # only torch's form reads the host's views
             if chunk_start is None:
-                pad_rows = partial(repeat_last, count=bucket_for(positions.shape[1], self.buckets))
+                padded_width = padded_row_count(positions.shape[1], self.buckets)
+                pad_rows = partial(repeat_last, count=padded_width)
                 positions = pad_rows(positions)
                 block_ends = None if block_ends is None else block_ends.map(pad_rows)
             for view in slot_rows.views:
@@ -358,13 +356,13 @@ class ModelRunner:
             hidden = hidden.index_select(0, occupied)
         flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         rows = flat.shape[0]
-        padding = 0 if self.buckets is None else bucket_for(rows, self.buckets) - rows
+        padding = 0 if self.buckets is None else padded_row_count(rows, self.buckets) - rows
         if padding:
             flat = torch.cat((flat, flat.new_zeros(padding, flat.shape[1])))
         logits = self.model.logits(flat, self.tile)[:rows].view(*hidden.shape[:-1], -1)
         return logits if occupied is None else scatter_rows(logits, occupied, len(views))
 
-    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
+    def sample_in_head(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
         """Sample tokens [S, R] in the head from hidden [S, R, hidden].
 
         The second tensor is True where a token is finite. None if the head cannot sample.
@@ -377,16 +375,16 @@ class ModelRunner:
         return tokens.view(slots, rows), finite.view(slots, rows)
 
     def admit(self, slot: int, start: int) -> None:
-        """Begin a slot that has pages, recurrent states and rings as of position `start`."""
-        if self.cache.recurrent:
+        """Record that a slot's pages, recurrent states and rings are as of position `start`."""
+        if self.cache.has_recurrent_layers:
             self.cache.applied[slot].fill_(last_border(start))
 
     def settle(self, slot: int, end: int) -> None:
-        """Bring a slot's recurrent states to the last border up to `end`, all of it committed."""
-        if self.cache.recurrent:
+        """Apply a slot's rings, committed up to `end`, to its states up to the last border."""
+        if self.cache.has_recurrent_layers:
             end = min(end, self.model.max_positions)
             segment = SegmentRow(slot, first=0, rows=1, start=end, keep=last_border(end))
-            self.model.apply_rings(self._segments([segment]), self.cache.layers)
+            self.model.apply_rings(self._upload_segments([segment]), self.cache.layers)
             self.cache.applied[slot].fill_(segment.keep)
 
     def prompt_rows(self, part: PromptPart, width: int | None = None) -> Rows:
@@ -416,20 +414,21 @@ class ModelRunner:
         width = blocks * self.pages_per_block
         return torch.stack([self.page_row(part.view.pages, width) for part in parts])
 
-    def write(
+    def write_prompt_parts(
         self, parts: Sequence[PromptPart], states: Sequence[HeadStates] = ()
     ) -> list[ModelOutput]:
-        """Write the KV of parts of prompts; return each part's output [1, end - begin, hidden].
+        """Write the cache entries of prompt parts; return the output [1, end - begin, hidden] of
+        each.
 
         states: target states of each part's slot, for models that read some.
         """
         rings: Sequence[HeadStates | None] = states or [None] * len(parts)
         if self.merges_prompts and parts:
-            return self._write_merged(parts, rings)
+            return self._write_merged_parts(parts, rings)
         return [self._write_part(part, ring) for part, ring in zip(parts, rings, strict=True)]
 
     def _write_part(self, part: PromptPart, ring: HeadStates | None) -> ModelOutput:
-        """Write one part: a chunk in one pass, or tiles of a few rows in one pass each."""
+        """Write one part, by one pass a chunk or one a tile of few rows; return its output."""
         step = self.chunk if part.chunked else self.kernels.capabilities.tail_rows
         outputs: list[ModelOutput] = []
         for begin in range(part.begin, part.end, step):
@@ -438,16 +437,16 @@ class ModelRunner:
             outputs.append(self.forward_prompt(piece, ring))
         return outputs[0] if len(outputs) == 1 else concatenate_outputs(outputs)
 
-    def _write_merged(
+    def _write_merged_parts(
         self, parts: Sequence[PromptPart], states: Sequence[HeadStates | None]
     ) -> list[ModelOutput]:
-        """Write all parts in one pass.
+        """Write all parts in one pass and return the output of each.
 
         Every layer writes all rows before it reads any, so a part may continue another part's
         pages.
         """
         slot_rows = self._prompt_slot_rows(parts, states, MERGED_WIDTH)
-        output = self._run(self._batch(slot_rows))
+        output = self._run_model(self._make_batch(slot_rows))
         outputs: list[ModelOutput] = []
         begin = 0
         for part in parts:
@@ -465,34 +464,35 @@ class ModelRunner:
         slot_rows = self._prompt_slot_rows([part], [states])
         count = part.end - part.begin
         if part.chunked:
-            batch = self._batch(slot_rows, count, chunk_start=part.begin)
+            batch = self._make_batch(slot_rows, count, chunk_start=part.begin)
         else:
-            batch = self._batch(slot_rows)
-        return self._run(batch).map(lambda tensor: tensor[None, :count])
+            batch = self._make_batch(slot_rows)
+        return self._run_model(batch).map(lambda tensor: tensor[None, :count])
 
-    def write_states(
+    def write_context_entries(
         self, states: Tensor, rows: Rows, page_table: Tensor, chunk_start: int | None = None
     ) -> None:
-        """Write the cache entries that a block drafter makes of its target's states of rows.
+        """Write the cache entries that this block drafter makes of the target's states of rows.
 
-        states: [S, W, hidden]. chunk_start: the first position of a prompt's full chunk.
+        states: [S, W, hidden]. chunk_start: the first position of a full chunk; None for windows.
         """
         assert isinstance(self.model, BlockModel)
         slot_rows = SlotRows(rows, page_table, ())
         tile = None if chunk_start is None else states.shape[1]
-        batch = self._batch(slot_rows, tile, chunk_start, attends=False)
+        batch = self._make_batch(slot_rows, tile, chunk_start, attends=False)
         flat = repeat_last(states.flatten(0, 1).T, len(batch.positions)).T.contiguous()
         self.model.store_context(flat, batch, self.cache.layers)
 
-    def write_prompt_states(self, part: PromptPart, states: Tensor) -> None:
-        """Write those entries of a part of a prompt, whose states are [1, W, hidden], W >= its
-        rows.
+    def write_prompt_context_entries(self, part: PromptPart, states: Tensor) -> None:
+        """Write the cache entries of a part of a prompt, as `write_context_entries` does of rows.
+
+        states: [1, W, hidden], W at least the part's rows.
         """
         step = self.chunk if part.chunked else self.kernels.capabilities.tail_rows
         for begin in range(part.begin, part.end, step):
             end = min(begin + step, part.end)
             piece = part._replace(begin=begin, end=end)
-            self.write_states(
+            self.write_context_entries(
                 states[:, begin - part.begin : end - part.begin],
                 self.prompt_rows(piece),
                 self.page_tables([piece]),

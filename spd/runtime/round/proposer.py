@@ -24,17 +24,17 @@ class Lookup(Protocol):
 
     @property
     def may_draft_more(self) -> bool:
-        """True if it may draft more than the model: it then searches in all rounds."""
+        """True if lookup may draft more tokens than the model: it then searches in all rounds."""
         ...
 
     def draft(
         self, state: RoundState, k: int, model_drafts: int, views: Sequence[SlotView]
     ) -> None:
-        """Draft up to k tokens a slot, where a model has drafted `model_drafts`."""
+        """Write up to k drafts a slot into `state`, where a model has drafted `model_drafts`."""
         ...
 
-    def remember(self, ids: Sequence[int]) -> None:
-        """Add a text that later rounds may draft from, where it keeps any."""
+    def remember_text(self, ids: Sequence[int]) -> None:
+        """Add a text's token ids to the pool that later rounds draft from, where there is one."""
         ...
 
 
@@ -49,28 +49,32 @@ class Proposer:
     """
 
     reads_target_states: bool = False
-    """True if it reads the target's states; see `ModelOutput`."""
+    """True if the proposer reads the target's states; see `ModelOutput`."""
     drafts_at_once: bool = False
-    """True if one forward drafts all tokens."""
+    """True if one forward pass drafts all tokens of a round."""
     slot_attributes: tuple[str, ...]
     """Names of the attributes by slots; see `narrow_to_slots`."""
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """Begin a slot, new or after a preemption, whose pages have the positions up to `start`.
+        """Prepare the proposer's own states for a slot, new or after a preemption, whose pages have
+        the positions up to `start`.
 
         The slot's row of `state` is written already. `prefill` is not called for the positions of
         its pages.
         """
 
     def save_tail(self, slot: int, end: int, page: int) -> None:
-        """Save what belongs to a slot's last page, which is not full and has the positions up to `end`."""
+        """Save the proposer's states that belong to a slot's last page, with positions up to `end`.
+
+        The page is not full.
+        """
 
     def page_views(self, page: int) -> list[Tensor]:
         """Return views of what is stored of a page in addition to the models' caches."""
         return []
 
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
-        """Write the caches of parts of prompts, with at most one chunk of a slot.
+        """Write the proposer's caches of parts of prompts, with at most one chunk of a slot.
 
         states: the target's states [1, end - begin, hidden] of each part; empty if they are not
         read.
@@ -82,14 +86,17 @@ class Proposer:
     def draft(
         self, k: int, window: RoundWindow, views: Sequence[SlotView], needs: SamplingSteps
     ) -> None:
-        """Propose the next k > 0 tokens of every active slot.
+        """Write the next k > 0 drafts of every active slot into `state.draft` and `num_drafts`.
 
-        window: the rows that the round verified.
+        window: the rows that the round verified. needs: the sampling steps of the active slots.
         """
         raise NotImplementedError
 
     def catch_up(self, tokens: int, views: Sequence[SlotView]) -> None:
-        """Feed what was committed since it drafted: at most `tokens`, and the first round's drafts."""
+        """Write the cache entries of tokens committed since the proposer drafted last.
+
+        These are at most `tokens`, and the drafts of the first round since.
+        """
 
     def zero_pages(self, pages: list[int]) -> None:
-        """Zero cache pages that may hold values that are not finite."""
+        """Zero pages, which may hold values that are not finite, of the proposer's caches."""

@@ -52,20 +52,23 @@ class Round:
         sampler: Sampler,
         proposer: Proposer | None,
         kernels: Kernels,
-        imposed: ImposedAcceptance | None = None,
-        verify: str = "coupled",
-        share: Callable[[Tensor], None] | None = None,
+        imposed_acceptance: ImposedAcceptance | None = None,
+        verify_rule: str = "coupled",
+        share_drafts: Callable[[Tensor], None] | None = None,
         lookup: Lookup | None = None,
     ) -> None:
-        """share: copies rank 0's tensor to the ranks that draft separately."""
+        """verify_rule: "coupled", "rejection" or "block".
+
+        share_drafts: overwrites the drafts of ranks that draft separately with rank 0's.
+        """
         self.state = state
         self.runner = runner
         self.sampler = sampler
         self.proposer = proposer
         self.kernels = kernels
-        self.imposed = imposed
-        self.verify = verify
-        self.share = share
+        self.imposed_acceptance = imposed_acceptance
+        self.verify_rule = verify_rule
+        self.share_drafts = share_drafts
         self.lookup = lookup
 
     @torch.inference_mode()
@@ -83,7 +86,7 @@ class Round:
         chained: drafts of a model that lookup continues up to next_k; 0 where one of them drafts.
         These are the lines at the top of this file. views: upper bounds of each slot's cache up to
         the end of this round's drafting, which only kernels in torch's form use. Increments the
-        state's counter.
+        state's counter. Returns the log-probabilities that `num_logprobs` asks for; None without.
         """
         state = self.state
         kernels = self.kernels
@@ -94,21 +97,23 @@ class Round:
             self.proposer.store_target_states(window, states)
         if not kernels.capabilities.reads_no_lengths:  # on a GPU a launch more costs too much
             kernels.mark_time(state.times, state.counter, VERIFIED, False)
-        sampled, finite, accepted, logprobs = self._sample(
+        sampled, finite, accepted, logprobs = self._sample_rows(
             hidden, window, views, needs, num_logprobs
         )
-        if self.imposed is not None and k:
-            accepted = self.imposed.accepted(state.length, window.num_drafts, k)
-        self._commit(window=window, sampled=sampled, finite=finite, accepted=accepted, needs=needs)
+        if self.imposed_acceptance is not None and k:
+            accepted = self.imposed_acceptance.count_accepted(state.length, window.num_drafts, k)
+        self._commit_and_emit(
+            window=window, sampled=sampled, finite=finite, accepted=accepted, needs=needs
+        )
         model_drafts = chained or self.count_model_drafts(next_k)
         if self.proposer is not None and model_drafts:
             self.proposer.draft(model_drafts, window, views, needs)
-            if self.share is not None:
-                self.share(state.draft[:, :model_drafts])
+            if self.share_drafts is not None:
+                self.share_drafts(state.draft[:, :model_drafts])
         if self.lookup is not None and (next_k or self.lookup.may_draft_more):
             self.lookup.draft(state, next_k, model_drafts, views)
             if model_drafts:
-                self.sampler.make_certain(next_k)
+                self.sampler.store_certain_distributions(next_k)
         kernels.mark_time(state.times, state.counter, ENDED, True)
         return logprobs
 
@@ -120,7 +125,7 @@ class Round:
             return 0
         return next_k
 
-    def _sample(
+    def _sample_rows(
         self,
         hidden: Tensor,
         window: RoundWindow,
@@ -128,14 +133,14 @@ class Round:
         needs: SamplingSteps,
         num_logprobs: int | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Logprobs | None]:
-        """Sample a token for each row of hidden [S, R, hidden].
+        """Sample a token for each row of hidden [S, R, hidden], and apply the rule of verification.
 
-        Returns the tokens, whether each is finite, the number of accepted drafts, and
-        log-probabilities. With the rule "coupled" the tokens are the target's own samples, and the
-        commit counts the drafts that equal them (accepted is None). So it is without noise, where
-        all rules accept these drafts. Otherwise the rule decides.
+        Returns the tokens, which of them are drawn from finite logits, the number of accepted
+        drafts, and log-probabilities. With the rule "coupled" the tokens are the target's own
+        samples, and the commit counts the drafts that equal them (accepted is None). So it is
+        without noise, where all rules accept these drafts. Otherwise the rule decides.
         """
-        coupled = self.verify == "coupled" or not needs.noise
+        coupled = self.verify_rule == "coupled" or not needs.noise
         accepted = None
         if coupled and num_logprobs is None:
             fused = self.sampler.draw_fused(self.runner, hidden, 0, needs)
@@ -144,15 +149,17 @@ class Round:
                 return sampled, finite, None, None
         logits = self.runner.logits(hidden, views)
         if coupled:
-            sampled, finite = self.sampler.sample(logits, window.draft, needs)
+            sampled, finite = self.sampler.sample_rows(logits, window.draft, needs)
         else:
-            sampled, finite, accepted = self.sampler.verify(
-                logits, window.draft, window.num_drafts, needs, self.verify == "block"
+            sampled, finite, accepted = self.sampler.verify_drafts(
+                logits, window.draft, window.num_drafts, needs, self.verify_rule == "block"
             )
-        logprobs = None if num_logprobs is None else self._logprobs(logits, sampled, num_logprobs)
+        logprobs = (
+            None if num_logprobs is None else self._compute_logprobs(logits, sampled, num_logprobs)
+        )
         return sampled, finite, accepted, logprobs
 
-    def _commit(
+    def _commit_and_emit(
         self,
         window: RoundWindow,
         sampled: Tensor,
@@ -160,7 +167,7 @@ class Round:
         accepted: Tensor | None,
         needs: SamplingSteps,
     ) -> None:
-        """Append the results of `_sample`, advance the lengths, stop slots, and emit."""
+        """Append the results of `_sample_rows`, advance the lengths, stop slots, and emit."""
         generated = self.sampler.generated if needs.penalties else None
         self.kernels.round_commit(
             state=self.state,
@@ -171,8 +178,10 @@ class Round:
             generated=generated,
         )
 
-    def _logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
-        """Return the model's log-probabilities of the samples [S, R] and of the `top` likeliest tokens."""
+    def _compute_logprobs(self, logits: Tensor, sampled: Tensor, top: int) -> Logprobs:
+        """Return the log-probabilities, before any sampling step, of the samples [S, R] and of the
+        `top` likeliest tokens.
+        """
         scores = logits.log_softmax(dim=-1)
         sampled = sampled.clamp(min=0)
         values, ids = scores.topk(top, dim=-1)

@@ -23,14 +23,14 @@ from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 
 
 class HostLogprobs(NamedTuple):
-    """Log-probabilities on the host: of the samples [S][R].
-
-    The likeliest values and ids [S][R][N].
-    """
+    """Log-probabilities of a round's rows, on the host, for S slots of R rows."""
 
     sampled: list[list[float]]
+    """Those of the sampled tokens [S][R]."""
     values: list[list[list[float]]]
+    """Those of the N likeliest tokens [S][R][N]."""
     ids: list[list[list[int]]]
+    """The ids of the N likeliest tokens [S][R][N]."""
 
 
 class RoundResult(NamedTuple):
@@ -40,11 +40,13 @@ class RoundResult(NamedTuple):
     """The ring's row of each slot; see `read_emission`."""
     logprobs: HostLogprobs | None
     k: int
+    """Drafts of a slot that the round verified at most."""
     draft_forwards: int
+    """Forward passes of the drafting loop."""
     next_drafts: list[list[int]] | None
     """The drafts of each slot for the next round, where a slot has a grammar."""
     seconds: tuple[float, float, float]
-    """Times of drafting, verification and the remaining work, by the device's clock.
+    """Seconds of drafting, of verification and of the remaining work, by the device's clock.
 
     On a GPU sampling counts as verification.
     """
@@ -73,17 +75,21 @@ class SlotAdmission:
     prompt_length: int
     params: SamplingParams
     draft_max: int | None
+    """Drafts of a round that are verified at most; None: all."""
     length_limit: int
+    """The length in tokens, prompt included, at which the slot stops."""
     stop_ids: tuple[int, ...]
+    """Token ids after which the slot stops."""
     prefilled: int
     """Positions whose cache is on the pages, or comes from the snapshot."""
     pages: list[int]
     snapshot: int | None
-    """The place of the recurrent states as of `prefilled`, where the model has some."""
+    """The snapshot's place with the recurrent states as of `prefilled`, where the model has some.
+    """
 
 
 class RoundQueue(Protocol):
-    """Writes slots and prompts, and runs rounds in order, with a ticket for each."""
+    """Writes slots and prompts, and runs rounds in order; returns a `PendingRound` for each."""
 
     @property
     def runner(self) -> ModelRunner:
@@ -91,7 +97,9 @@ class RoundQueue(Protocol):
         ...
 
     @property
-    def sampler(self) -> Sampler: ...
+    def sampler(self) -> Sampler:
+        """Return the sampler with the slots' sampling parameters."""
+        ...
 
     @property
     def captured(self) -> CapturedRounds | None:
@@ -108,7 +116,7 @@ class RoundQueue(Protocol):
         ...
 
     def upload_pages(self, slot: int, pages: list[int]) -> None:
-        """Upload a slot's page numbers."""
+        """Write a slot's page numbers into its row of the device's page table."""
         ...
 
     def set_masks(self, slot: int, rows: Tensor, drafts: list[int], legal: int) -> None:
@@ -132,14 +140,16 @@ class RoundQueue(Protocol):
         ...
 
     def zero_pages(self, pages: list[int]) -> None:
-        """Zero pages that may hold values that are not finite."""
+        """Zero pages, which may hold values that are not finite, of the target's and drafters'
+        caches.
+        """
         ...
 
-    def remember(self, ids: list[int]) -> None:
-        """Add a text to those that lookup drafts from, where it keeps any."""
+    def remember_text(self, ids: list[int]) -> None:
+        """Add a text's token ids to the pool that prompt lookup drafts from, where there is one."""
         ...
 
-    def write(
+    def queue_prompt_part(
         self,
         slot: int,
         pages: list[int],
@@ -156,16 +166,23 @@ class RoundQueue(Protocol):
         """
         ...
 
-    def save(self, place: int, slot: int, pages: list[int], end: int) -> None:
-        """Save a slot's states as of position `end` to a snapshot's place, at `flush` at the latest."""
+    def queue_snapshot(self, place: int, slot: int, pages: list[int], end: int) -> None:
+        """Queue a snapshot of a slot's states as of position `end`, which `flush` saves to
+        `place`.
+        """
         ...
 
     def flush(self) -> None:
-        """Enqueue all parts of prompts and snapshots that wait to be written."""
+        """Write all queued parts of prompts, in all caches, then save all queued snapshots.
+
+        On a GPU this only enqueues the passes and copies.
+        """
         ...
 
-    def prompt_scores(self, slot: int) -> PromptScores:
-        """Wait for the scores of a slot's prompt; return and drop them."""
+    def take_prompt_scores(self, slot: int) -> PromptScores:
+        """Write what is queued, wait for the scores of a slot's prompt, and return and drop
+        them.
+        """
         ...
 
     def launch(
@@ -177,20 +194,19 @@ class RoundQueue(Protocol):
         next_k: int,
         chained: int = 0,
     ) -> PendingRound:
-        """Enqueue one round; see `Round.run`."""
+        """Enqueue one round with the arguments of `Round.run`, after all that is still queued."""
         ...
 
     def capture(self, shape: RoundShape) -> bool:
-        """Capture a round while nothing runs.
-
-        False if memory ran out, and all captures were dropped.
+        """Capture a round while nothing runs; return False if memory ran out, and all captures were
+        dropped.
         """
         ...
 
-    def restart(self) -> None:
-        """Drop what was enqueued, after a round that failed."""
+    def drop_enqueued(self) -> None:
+        """Drop queued parts and snapshots, after a round that failed."""
         ...
 
     def close(self) -> None:
-        """Release what this process does not own."""
+        """End the other ranks, where there are some."""
         ...

@@ -24,15 +24,16 @@ class SlotView(NamedTuple):
     """The host's view of a slot's cache."""
 
     bound: int
-    """Upper bound of the slot's length; 0: the slot has no rows."""
+    """Upper bound of the slot's length in tokens; 0: the slot has no rows."""
     pages: Sequence[int]
+    """The slot's page numbers, in order of position."""
 
 
 EMPTY_SLOT = SlotView(0, ())
 
 
 class PromptPart(NamedTuple):
-    """Positions `begin` to `end` of a slot's prompt."""
+    """Positions `begin` to `end` (exclusive) of a slot's prompt, to be written by one program."""
 
     slot: int
     token_ids: Tensor
@@ -45,11 +46,14 @@ class PromptPart(NamedTuple):
 
     @property
     def padded_rows(self) -> int:
-        """Rows that the part takes in a shared pass."""
+        """Return the rows that the part takes in a shared pass: full windows of `MERGED_WIDTH`."""
         return -(-(self.end - self.begin) // MERGED_WIDTH) * MERGED_WIDTH
 
     def below(self, limit: int) -> PromptPart:
-        """Return the positions below `limit`, which may be none."""
+        """Return the part cut to the positions below `limit`, which may be none.
+
+        A chunk that is cut becomes tiles.
+        """
         end = max(self.begin, min(self.end, limit))
         return self._replace(end=end, chunked=self.chunked and end == self.end)
 
@@ -83,7 +87,10 @@ class SlotRows(NamedTuple):
     """The ends of a block drafter's blocks."""
 
     def select(self, slots: Tensor) -> SlotRows:
-        """Return the windows of the slots with rows, int64 [P]."""
+        """Return the windows of `slots` only, int64 [P], which are all that have rows.
+
+        The segments are dropped.
+        """
         states = self.states
         if states is not None:
             states = HeadStates(states.rings.index_select(0, slots), states.depth)
@@ -106,10 +113,12 @@ class SlotRows(NamedTuple):
         )
 
     def with_segments(self, slots: Tensor, applied: Tensor, *, prefix_committed: bool) -> SlotRows:
-        """Return the rows with segments of the valid ones, which are adjacent in each window.
+        """Return a copy with recurrent segments of the valid rows, which are adjacent in each
+        window.
 
-        slots: int64 [S]. prefix_committed: True if all tokens before the rows are committed, so
-        that states may be written as of the last border up to there.
+        slots: the slot of each window, int64 [S]. applied: the position as of which each slot's
+        states are. prefix_committed: True if all tokens before the rows are committed, so that
+        states may be written as of the last border up to there.
         """
         valid = self.rows.valid.long()
         positions = self.rows.positions

@@ -26,7 +26,7 @@ from spd.runtime.round.sampling_params import SamplingParams, SamplingSteps
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import upload
 
-NUMBERS = (
+FLOAT_PARAMS = (
     "temperature",
     "top_p",
     "min_p",
@@ -48,9 +48,9 @@ class DraftGuide(Protocol):
 
 
 class Sampler:
-    """Sampling parameters of every slot as tensors, and the sampling of tokens."""
+    """Sampling parameters of every slot as tensors, and the sampling of tokens by them."""
 
-    slot_attributes = (
+    slot_attributes = (  # see `narrow_to_slots`
         "state",
         "numbers",
         "top_k",
@@ -75,7 +75,7 @@ class Sampler:
             name: torch.full(
                 (slots,), getattr(SamplingParams, name), dtype=torch.float32, device=device
             )
-            for name in NUMBERS
+            for name in FLOAT_PARAMS
         }
         self.top_k = torch.zeros(slots, dtype=torch.long, device=device)
         self.seed = torch.zeros(slots, dtype=torch.long, device=device)
@@ -99,16 +99,18 @@ class Sampler:
         """Masks the drafts of rounds with `needs.grammar`; None: drafts are not masked."""
 
     def allocate_draft_distributions(self) -> None:
-        """Let drafters sample with separate noise, and store their distributions for `verify`."""
+        """Allocate `draft_distributions`: drafters then sample with noise of their own, and store
+        their distributions there for `verify_drafts`.
+        """
         shape = (self.state.slots, self.state.max_draft, self.vocab_size)
         self.draft_distributions = torch.zeros(shape, device=self.state.device)
 
     def admit(
         self, slot: int, params: SamplingParams, prompt: Tensor, generated: Tensor | None = None
     ) -> None:
-        """Write a slot's parameters.
+        """Write a slot's parameters and its history of tokens; its mask then allows every token.
 
-        prompt and generated: ids int64 [n] for the penalties, those generated before a preemption.
+        prompt, generated: ids int64 [n] that penalties count, `generated` before a preemption.
         """
         for name, tensor in self.numbers.items():
             tensor[slot].fill_(getattr(params, name))
@@ -127,13 +129,18 @@ class Sampler:
             )
 
     def set_masks(self, slot: int, rows: Tensor) -> None:
-        """Set the masks of a slot's next round, int32 [R, words] on the host, not modified afterwards."""
+        """Write the masks of the rows of a slot's next round, and allocate them at first use.
+
+        rows: int32 [R, words] on the host; the caller does not modify them afterwards.
+        """
         if self.mask is None:
             shape = (self.state.slots, self.state.max_draft + 1, mask_width(self.vocab_size))
             self.mask = torch.full(shape, -1, dtype=torch.int32, device=self.state.device)
         self.mask[slot, : rows.shape[0]] = upload(rows, self.state.device)
 
-    def tensors(self, needs: SamplingSteps, usable_vocab: int | None = None) -> SamplingTensors:
+    def sampling_tensors(
+        self, needs: SamplingSteps, usable_vocab: int | None = None
+    ) -> SamplingTensors:
         """Return the parameters and histories of all slots that the steps `needs` read.
 
         usable_vocab: that of a drafter with fewer ids than the target.
@@ -155,15 +162,18 @@ class Sampler:
             mask=self.mask if needs.grammar else None,
         )
 
-    def sample(self, logits: Tensor, draft: Tensor, needs: SamplingSteps) -> tuple[Tensor, Tensor]:
-        """Sample the target's tokens [S, R] from logits [S, R, V].
+    def sample_rows(
+        self, logits: Tensor, draft: Tensor, needs: SamplingSteps
+    ) -> tuple[Tensor, Tensor]:
+        """Sample the target's tokens [S, R] from logits [S, R, V], in each row as if the drafts
+        before it were accepted.
 
-        The second tensor: which are finite.
+        The second tensor is True where the logits behind a token are finite.
         """
         positions = self._positions(logits)
-        return self.kernels.sample_rows(logits, draft, positions, self.tensors(needs))
+        return self.kernels.sample_rows(logits, draft, positions, self.sampling_tensors(needs))
 
-    def verify(
+    def verify_drafts(
         self,
         logits: Tensor,
         draft: Tensor,
@@ -177,7 +187,7 @@ class Sampler:
         drafts [S]. by_block: True for the block rule, False for one draft after the other. The
         drafts were drawn from `draft_distributions`; without these each draft is certain.
         """
-        distributions = self.kernels.row_distributions(logits, draft, self.tensors(needs))
+        distributions = self.kernels.row_distributions(logits, draft, self.sampling_tensors(needs))
         draft_distributions = self.draft_distributions
         if draft_distributions is not None:
             draft_distributions = draft_distributions[:, : draft.shape[1]]
@@ -201,10 +211,10 @@ class Sampler:
     def draw_fused(
         self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplingSteps
     ) -> tuple[Tensor, Tensor] | None:
-        """Sample tokens [S, R] in the model's head from hidden [S, R, hidden].
+        """Sample tokens [S, R] in the model's head from hidden [S, R, hidden], without logits.
 
-        Their positions begin at length + step. The second tensor: which tokens are finite. None if
-        the head cannot sample, or if a step needs the logits.
+        Their positions begin at length + step. The second tensor is True where the logits behind a
+        token are finite. None if the head cannot sample, or if a sampling step needs the logits.
         """
         if needs.truncation or needs.penalties or needs.bias or needs.min_length or needs.grammar:
             return None
@@ -215,7 +225,7 @@ class Sampler:
             temperature=self.numbers["temperature"],
             usable_vocab=min(self.usable_vocab, runner.model.vocab_size),
         )
-        return runner.sample(hidden, draw)
+        return runner.sample_in_head(hidden, draw)
 
     def draw_draft(
         self, runner: ModelRunner, hidden: Tensor, step: int, needs: SamplingSteps
@@ -234,7 +244,7 @@ class Sampler:
                 return fused[0]
         return self.draw_from_logits(runner.logits(hidden), step, draft_needs)
 
-    def draw_block(
+    def draw_block_drafts(
         self,
         runner: ModelRunner,
         hidden: Tensor,
@@ -244,7 +254,8 @@ class Sampler:
         """Sample the tokens [S, k] of a block drafter from hidden [S, k, hidden], as `draw_draft`
         does.
 
-        refine: draws them in turn from changed logits; see `Refiner`.
+        refine: draws them in turn from logits that each token changes; see `Refiner`. Writes
+        `draft_distributions` where these are stored.
         """
         draft_needs = SamplingSteps(noise=needs.noise, bias=needs.bias)
         is_coupled = self.draft_distributions is None
@@ -266,15 +277,17 @@ class Sampler:
         )
 
     def draw_from_logits(self, logits: Tensor, step: int, draft_needs: SamplingSteps) -> Tensor:
-        """Sample a drafter's tokens [S, R] from logits [S, R, V].
+        """Sample a drafter's tokens [S, R] from logits [S, R, V], the first at position length +
+        step.
 
-        The first is at position length + step. With `draft_distributions`, R is 1.
+        With `draft_distributions`, R is 1, and the distribution of each token is stored there for
+        the active slots. With a guide the grammar masks the logits.
         """
         logits = logits.contiguous()
         no_draft = self.state.draft[:, :0]
         vocab_size = logits.shape[-1]
         usable = min(self.usable_vocab, vocab_size)
-        tensors = self.tensors(draft_needs, usable)
+        tensors = self.sampling_tensors(draft_needs, usable)
         if tensors.bias is not None:
             tensors = replace(tensors, bias=self._padded_bias(vocab_size))
         if draft_needs.grammar and self.guide is not None:
@@ -305,10 +318,11 @@ class Sampler:
         missing = vocab_size - self.bias.shape[1]
         return self.bias if not missing else pad(self.bias, (0, missing)).contiguous()
 
-    def make_certain(self, k: int) -> None:
-        """Store certain distributions for those of k drafts that prompt lookup made, not a model.
+    def store_certain_distributions(self, k: int) -> None:
+        """Store certain distributions for the k drafts of slots that prompt lookup drafted for, not
+        a model; do nothing where no distributions are stored.
 
-        Where they are stored, k is fixed, and lookup continues no drafts of a model.
+        Where they are, k is fixed, and lookup continues no drafts of a model.
         """
         if self.draft_distributions is None:
             return

@@ -10,9 +10,10 @@ MAX_STOP_IDS = 16
 NUM_STOP_IDS = MAX_STOP_IDS + 8
 """Stop ids of a request, together with those that end every text of a model."""
 MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 256
+MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_LOGPROBS = 20
 MAX_TOKENS = 2**24
+"""The highest value of `max_tokens` and `min_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,15 @@ class SamplingSteps:
     """
 
     noise: bool = False
+    """True if tokens are sampled, at a temperature above 0."""
     truncation: bool = False
+    """True with top-k, top-p or min-p."""
     penalties: bool = False
     bias: bool = False
     min_length: bool = False
+    """True if stop ids are excluded up to a minimal length."""
     grammar: bool = False
+    """True if a grammar's masks apply."""
 
     @staticmethod
     def from_params(params: SamplingParams) -> SamplingSteps:

@@ -35,7 +35,11 @@ class SnapshotStore:
 
     @torch.inference_mode()
     def save(self, place: int, slot: int, end: int, page: int) -> None:
-        """Save the snapshot of a slot at position `end`; no state may include tokens beyond it."""
+        """Bring a slot's states to position `end` and enqueue their copy to the host at `place`.
+
+        page: the partly filled page at that position; the trash page where there is none. No state
+        may include tokens beyond `end`.
+        """
         for runner in self.runners:
             runner.settle(slot, end)
         if self.proposer is not None:
@@ -51,6 +55,8 @@ class SnapshotStore:
 
     @torch.inference_mode()
     def load(self, place: int, slot: int, end: int, page: int) -> None:
-        """Copy the snapshot of position `end` to a slot and its page."""
+        """Enqueue the copy of the snapshot at `place`, as of position `end`, into a slot and a
+        page.
+        """
         for host_copy, view in zip(self.places[place], self._views(slot, end, page), strict=True):
             view.copy_(host_copy, non_blocking=True)

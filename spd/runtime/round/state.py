@@ -35,7 +35,7 @@ Narrowable = TypeVar("Narrowable", bound=HasSlotAttributes)
 
 
 def narrow_to_slots(full: Narrowable, count: int) -> Narrowable:
-    """Return a copy for the first `count` slots, whose tensors are views of the same memory.
+    """Return a shallow copy of `full` for the first `count` slots, with views of the same tensors.
 
     The attributes that `slot_attributes` names are narrowed: tensors by slots, lists and
     dictionaries of them, and objects with `slot_attributes` of their own. An object that is met
@@ -71,12 +71,12 @@ def _narrow(value: object, count: int, copies: dict[int, object]) -> object:
 
 
 class RoundState:
-    """Static tensors of S slots.
+    """The static tensors of a round over S slots, all int64 but the masks of slots.
 
-    The first dimension of every field is the slot, except for the ring.
+    The first dimension of every field is the slot, except for the ring, its times and the counter.
     """
 
-    slot_attributes = (
+    slot_attributes = (  # see `narrow_to_slots`
         "tokens",
         "length",
         "prompt_length",
@@ -101,20 +101,31 @@ class RoundState:
         self.max_draft = max_draft
         self.device = device
         self.tokens = integers(max_len + max_draft + 1)
+        """The committed tokens [S, L]: the prompt and what was generated."""
         self.length = integers(fill=1)
+        """Committed tokens of each slot [S]."""
         self.prompt_length = integers(fill=1)
         """Tokens at admission; a prefill writes the positions of all but the last."""
         self.length_limit = integers(fill=1)
+        """The length at which a slot stops [S]."""
         self.min_length = integers()
+        """The length below which no stop id may be sampled [S]."""
         self.draft = integers(max(1, max_draft))
+        """The drafts that the next round verifies [S, max_draft]."""
         self.num_drafts = integers()
+        """How many of them each slot has [S]."""
         self.match = integers()
         """Tokens of the match that prompt lookup took the drafts from; 0 for a model's drafts."""
         self.draft_limit = integers(fill=max_len)
+        """The length up to which tokens are drafted [S]."""
         self.draft_cap = integers(fill=max_draft)
+        """Drafts of a round that are verified at most [S]."""
         self.page_table = integers(pages, fill=ZERO_PAGE)
+        """The page numbers of each slot [S, pages], in order of position."""
         self.stop_ids = integers(NUM_STOP_IDS, fill=-1)
+        """Token ids after which each slot stops, padded with -1."""
         self.active = torch.zeros(slots, dtype=torch.bool, device=device)
+        """True for the slots that take part in the next round."""
         self.occupied = torch.zeros(slots, dtype=torch.bool, device=device)
         """True while a request has the slot, also if it has ended and the host has not read that yet."""
         self.ring = torch.zeros(
@@ -122,6 +133,7 @@ class RoundState:
         )
         """The emissions of the latest rounds, int64 [depth, S, W]; see `read_emission`."""
         self.times = torch.zeros(RING_DEPTH, NUM_TIMES, dtype=torch.long, device=device)
+        """The marks of time of the latest rounds, in nanoseconds by the device's clock."""
         self.counter = torch.zeros(1, dtype=torch.long, device=device)
         """Rounds run so far; modulo the depth it is the ring's row."""
 
@@ -140,7 +152,7 @@ class RoundState:
         draft_limit: int,
         draft_cap: int | None = None,
     ) -> None:
-        """Write a slot's row; the slot stays inactive.
+        """Write a slot's row from its prompt and limits; the slot is inactive and has no drafts.
 
         prompt: int64 [n] on the device. The limits are absolute lengths. draft_cap: drafts of a
         round that are verified at most; None: all.

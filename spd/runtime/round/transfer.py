@@ -18,8 +18,9 @@ def to_device(values: Sequence[int] | Sequence[float], dtype: torch.dtype, devic
 
 
 def upload(tensor: Tensor, device: str) -> Tensor:
-    """Return a host tensor's copy on the device, by way of pinned memory.
+    """Return a host tensor's copy on the device, by way of pinned memory; on a CPU the tensor
+    itself.
 
-    On a CPU the tensor itself.
+    The copy is enqueued, not awaited.
     """
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
