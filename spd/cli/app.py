@@ -25,22 +25,31 @@ from spd.runtime.ranks.rendezvous import torchrun_rank
 if TYPE_CHECKING:
     from spd.cli.config import OptionValue
 
-PIPE_CLOSED = 141
+PIPE_CLOSED_STATUS = 141
+"""The exit status where a reader closed standard output: the shell's for SIGPIPE."""
 SEARCH_PATHS = frozenset({"PATH", "CPATH", "C_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH"})
-"""Search paths of compilers; relative entries are removed, as they lie in the working folder."""
+"""Variables with search paths of programs and compilers.
+
+Relative entries are removed from them, as they lie in the working folder.
+"""
 OPENMP_WAITING = frozenset({"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
 """Variables that say how torch's threads wait for each other."""
 SHORT_SPIN = "1000"
 """Tries of a thread of torch's before it sleeps. With OpenMP's default, of several milliseconds, a
 core that another program keeps busy makes torch's kernels ten times as slow."""
 COMPLETION_VARIABLE = "_SPD_COMPLETE"
-HELP_FLAGS = frozenset({"-h", "--help", "-V", "--version"})
+"""The variable in which a shell's completion script says what it wants printed."""
+HELP_AND_VERSION_FLAGS = frozenset({"-h", "--help", "-V", "--version"})
 SHARED_FLAGS = ("--json", "-q", "--quiet", "-v", "-vv", "--verbose")
 """Flags that may also stand before the command."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `spd` with these arguments and return its exit status; end by the signal if one came."""
+    """Run `spd` with these arguments and return its exit status; end by the signal if one came.
+
+    Errors are printed. Removes relative entries from `SEARCH_PATHS` in the environment and sets how
+    long torch's threads spin; signal handlers and `sys.stderr` are replaced until the end.
+    """
     reserve_standard_descriptors()
     for name in SEARCH_PATHS & os.environ.keys():
         os.environ[name] = os.pathsep.join(
@@ -59,14 +68,14 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(sys.stdout, TextIOWrapper):
             with suppress(ValueError):
                 sys.stdout.reconfigure(errors="replace")  # for help in a locale that lacks letters
-        status = _run(list(argv), guard)
+        status = _run_or_report(list(argv), guard)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
     except Interrupted as stop:
         return exit_by_signal(stop.signum)
     except (OutputClosed, BrokenPipeError):
-        return PIPE_CLOSED
+        return PIPE_CLOSED_STATUS
     except OSError as error:  # help into a full disk fails only when it is flushed
         failure = output_error("standard output", error, opened=True)
         write_error(failure, Console(), as_json=False)
@@ -77,8 +86,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr = stderr
 
 
-def _run(argv: list[str], guard: SignalGuard) -> int:
-    """Run a command; print an error as lines or as one JSON object, and return the exit status."""
+def _run_or_report(argv: list[str], guard: SignalGuard) -> int:
+    """Run a command, a shell's completion or a rank of torchrun, and return the exit status.
+
+    Prints an error as lines or as one JSON object. Raises Interrupted, and OutputClosed and
+    BrokenPipeError where standard output is closed.
+    """
     num_flags = next((i for i, word in enumerate(argv) if word not in SHARED_FLAGS), 0)
     command_first = [*argv[num_flags : num_flags + 1], *argv[:num_flags], *argv[num_flags + 1 :]]
     argv = command_first or ["--help"]
@@ -107,7 +120,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         result = _run_command(argv, session)
         return result if isinstance(result, int) else 0
     except SystemExit as stop:  # Typer exits so when writing its help fails
-        return PIPE_CLOSED if stop.code == 1 else int(stop.code or 0)
+        return PIPE_CLOSED_STATUS if stop.code == 1 else int(stop.code or 0)
     except Exception as error:
         if (
             isinstance(error, OutputClosed | BrokenPipeError)
@@ -122,7 +135,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
         if failure.exit_code in (2, 3, 4):
             failure.reason = (*failure.reason, *session.config_notes)
         if argv[0] in COMMANDS:
-            failure.fix = _possible_fixes(failure.fix, argv[0])
+            failure.fix = _fixes_of_command(failure.fix, argv[0])
         write_error(failure, session.console, as_json)
         return failure.exit_code
     finally:
@@ -133,7 +146,7 @@ def _run(argv: list[str], guard: SignalGuard) -> int:
 
 
 def _run_command(argv: Sequence[str], session: Session) -> object:
-    """Run a command and return its result; Typer parses what is not plain."""
+    """Parse the arguments, by Typer unless they are plain; run the command, return its result."""
     default_map = _read_config_file(argv, session)
     if default_map is None and argv[0] in COMMANDS:
         body = CommandBody.find(argv[0])
@@ -153,9 +166,10 @@ def _run_command(argv: Sequence[str], session: Session) -> object:
 def _read_config_file(
     argv: Sequence[str], session: Session
 ) -> dict[str, dict[str, OptionValue]] | None:
-    """Return the map of defaults for Typer; set `config_notes` of the session.
+    """Return the options of the user's TOML file as Typer's map of defaults; None without any.
 
-    Raises UsageError.
+    None also where help or the version is asked for: a closed standard output raises OutputClosed
+    then. Sets `config_notes` of the session. Raises UsageError for a faulty file.
     """
     variable = os.environ.get("SPD_CONFIG")
     path = _xdg_folder("XDG_CONFIG_HOME", "~/.config/spd") / "config.toml"
@@ -164,7 +178,7 @@ def _read_config_file(
         path = Path(variable)
     else:
         has_config, session.config_notes = _find_config_file(path)
-    if not HELP_FLAGS.isdisjoint(argv):
+    if not HELP_AND_VERSION_FLAGS.isdisjoint(argv):
         Sink.stdout()  # raises if it is closed
         return None
     if argv[0] not in COMMANDS or not has_config:
@@ -181,8 +195,8 @@ def _read_config_file(
 
 
 def _check_working_folder(argv: Sequence[str]) -> None:
-    """Raise NotFoundError if the working folder is deleted: torch's libraries abort there."""
-    if argv[0] not in COMMANDS or not HELP_FLAGS.isdisjoint(argv):
+    """Raise NotFoundError if a command would run in a deleted folder, where torch aborts."""
+    if argv[0] not in COMMANDS or not HELP_AND_VERSION_FLAGS.isdisjoint(argv):
         return
     try:
         os.getcwd()
@@ -192,13 +206,16 @@ def _check_working_folder(argv: Sequence[str]) -> None:
 
 
 def _xdg_folder(variable: str, default: str) -> Path:
-    """Return the folder of an XDG variable, with `default` where it is not an absolute path."""
+    """Return spd's folder below that of an XDG variable, `default` if that is no absolute path."""
     home = os.environ.get(variable, "")
     return Path(home) / "spd" if os.path.isabs(home) else Path(default).expanduser()
 
 
 def _find_config_file(path: Path) -> tuple[bool, list[str]]:
-    """Return True if a file of options exists, and a line for -v if that cannot be told."""
+    """Return True and no lines if a file of options exists; else False.
+
+    The list holds a line for -v where the system does not tell if the file exists.
+    """
     try:
         path.lstat()  # a dangling link exists: reading it raises the error
     except (FileNotFoundError, NotADirectoryError):
@@ -208,7 +225,7 @@ def _find_config_file(path: Path) -> tuple[bool, list[str]]:
     return True, []
 
 
-def _possible_fixes(fixes: Sequence[str], command: str) -> tuple[str, ...]:
+def _fixes_of_command(fixes: Sequence[str], command: str) -> tuple[str, ...]:
     """Return the fixes without those that begin with an option which the command lacks."""
     if not any(fix.startswith("--") for fix in fixes):
         return tuple(fixes)  # the fault may be that the command cannot be imported

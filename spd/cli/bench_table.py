@@ -12,8 +12,9 @@ from spd.cli.terminal.plain_text import LABEL_COLUMNS, cell_width
 from spd.cli.terminal.tables import table_lines
 from spd.runtime.lab import models_of, verdict
 
-SCHEMA = "spd.bench/1"
+BENCH_SCHEMA = "spd.bench/1"
 SLOWER_MARK = "▼"
+"""Stands behind a ratio that is slower by more than noise."""
 Row = Mapping[str, Any]
 """A row of `make_rows` in `spd/runtime/lab/rows.py`."""
 
@@ -42,8 +43,11 @@ class BenchResult(TypedDict):
     interrupted: bool
 
 
-def bench_text(result: BenchResult, glyphs: BarGlyphs | None = None) -> list[str]:
-    """Return a table, bars if there are `glyphs`, and the summary below."""
+def bench_lines(result: BenchResult, glyphs: BarGlyphs | None = None) -> list[str]:
+    """Return the lines of a table, of bars if there are `glyphs`, and of the summary below.
+
+    The width is that of this terminal. On a narrow one, bars that show as much replace the table.
+    """
     rows = with_short_models(result["rows"])
     if not rows:
         return ["nothing was measured"]
@@ -55,11 +59,11 @@ def bench_text(result: BenchResult, glyphs: BarGlyphs | None = None) -> list[str
     facts = _summary_facts(result, rows)
     width = max(LABEL_COLUMNS, *map(len, facts))
     summary = [f"{title:<{width}}  {text}" for title, text in facts.items() if text]
-    return [*table, *bars, *summary, LEGEND]
+    return [*table, *bars, *summary, TABLE_LEGEND]
 
 
 def with_short_models(rows: Sequence[Row]) -> list[Row]:
-    """Return rows whose models are the last parts of their paths, if these differ."""
+    """Return rows with models named by the last parts of their paths, unless two would be equal."""
     names = {str(row.get("model", "")) for row in rows}
     short_names = {name: name.rstrip("/").rpartition("/")[2] for name in names}
     if len(set(short_names.values())) < len(names):
@@ -68,7 +72,7 @@ def with_short_models(rows: Sequence[Row]) -> list[Row]:
 
 
 def _table_for_width(rows: Sequence[Row], columns: int) -> list[str]:
-    """Return the table with the most figures that fit the width, at least two."""
+    """Return the lines of the table with the most figures that fit the width, at least two."""
     over_first = OVER_FIRST_COLUMNS if any(row["over_first_model"] for row in rows) else ()
     for figure_columns in (
         (*FIGURE_COLUMNS, *WIDE_COLUMNS),
@@ -85,7 +89,10 @@ MAX_BARS = 40  # beyond which the table alone is shown
 
 
 def speed_bars(rows: Sequence[Row], columns: int, glyphs: BarGlyphs) -> list[str]:
-    """Return bars of tokens a second with intervals: a heading per workload, a bar per method."""
+    """Return lines of bars of tokens a second with intervals; empty for more than `MAX_BARS`.
+
+    Each workload has a heading, and a bar for each method.
+    """
     groups: dict[str, list[Row]] = {}
     for row in summary_rows(rows):
         groups.setdefault(workload_name(row), []).append(row)
@@ -183,7 +190,7 @@ def _summary_facts(result: BenchResult, rows: Sequence[Row]) -> dict[str, str]:
     left_out = f"{num_left_out}, where replies ended at the first token" if num_left_out else ""
     interrupted = "whole repetitions count, and of a first one what was done"
     return {
-        "model": _model_list(result),
+        "model": _models_text(result),
         "tokens": "" if result["same_tokens"] else token_warning,
         "run": f"{machine} · torch {versions.get('torch', '?')} · spd {versions['spd']} · "
         f"repetitions {rows[0]['repetitions']} · -n {result['settings']['max_tokens']}",
@@ -195,8 +202,8 @@ def _summary_facts(result: BenchResult, rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _model_list(result: BenchResult) -> str:
-    """Return the names of the models with the types of their weights."""
+def _models_text(result: BenchResult) -> str:
+    """Return the names of the models, the types of their weights, and which weights are random."""
     models = dict.fromkeys(
         (plan["model"], plan["dtype"], plan["load"] == "dummy") for plan in result["plans"]
     )
@@ -254,6 +261,7 @@ def method_name(row: Row) -> str:
 
 
 Columns = Sequence[tuple[str, Callable[[Row], str]]]
+"""The title of each column, and the function that returns a row's cell."""
 KEY_COLUMNS: Columns = (
     ("model", lambda row: str(row.get("model", ""))),
     ("category", lambda row: str(row["category"])),
@@ -268,15 +276,18 @@ KEY_COLUMNS: Columns = (
     ("draft-tp", lambda row: str(row["draft_tp"])),
 )
 """The columns that identify a row."""
-ALWAYS_SHOWN = ("category", "T", "method")
+ALWAYS_SHOWN_COLUMNS = ("category", "T", "method")
+"""Key columns that are shown even if all rows agree in them."""
 NUM_SPEED_COLUMNS = 4  # the first columns of `FIGURE_COLUMNS`
-LEGEND = "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
+TABLE_LEGEND = (
+    "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
+)
 
 
 def row_table(
-    rows: Sequence[Row], figure_columns: Columns, always_shown: Sequence[str] = ALWAYS_SHOWN
+    rows: Sequence[Row], figure_columns: Columns, always_shown: Sequence[str] = ALWAYS_SHOWN_COLUMNS
 ) -> list[str]:
-    """Return a table of the key columns that vary or are in `always_shown`, and of figures."""
+    """Return the lines of a table: key columns that vary or are in `always_shown`, then figures."""
     key_columns = [
         (name, cell)
         for name, cell in KEY_COLUMNS
@@ -307,7 +318,7 @@ def _interval_cell(name: str) -> Callable[[Row], str]:
 
 
 def _ratio_cell(name: str) -> Callable[[Row], str]:
-    """Return the cell of a ratio, marked if the row is slower beyond noise."""
+    """Return a function that formats a row's median ratio, marked if it is slower beyond noise."""
     return lambda row: (
         _median_cell(name, ".2f")(row) + SLOWER_MARK * (verdict(row[name]) == "slower")
     )
@@ -335,13 +346,16 @@ FIGURE_COLUMNS: Columns = (
 )
 
 
-def _acceptance_cell(row: Row) -> str:
-    """Return per cent of first, second, … drafts that were accepted, of four positions at most."""
+def _position_acceptance_cell(row: Row) -> str:
+    """Return the acceptance of the first, second, … draft in per cent, four at most."""
     pairs = zip(row["accepted_per_position"], row["drafted_per_position"], strict=True)
     return "/".join(
         f"{100 * accepted / drafted:.0f}" for accepted, drafted in list(pairs)[:4] if drafted
     )
 
 
-WIDE_COLUMNS: Columns = (("ITL", _median_cell("itl_ms")), ("by position", _acceptance_cell))
+WIDE_COLUMNS: Columns = (
+    ("ITL", _median_cell("itl_ms")),
+    ("by position", _position_acceptance_cell),
+)
 """Figures for wide terminals, and for files."""

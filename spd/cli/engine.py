@@ -19,12 +19,13 @@ LONG_LOAD = 3.0
 """Seconds of loading from which on a note recommends a running server."""
 
 
-def load(
+def load_engine(
     console: Console, name: str, config: EngineConfig, *, recommends_server: bool = False
 ) -> Engine:
-    """Return an engine; show progress on a terminal while it loads.
+    """Load an engine and return it; show progress on a terminal meanwhile.
 
     recommends_server: print a note after a long load, unless kernels were compiled during it.
+    name: the model, as messages call it.
     """
     compile_reports: list[str] = []
     with loading(f"loading {name}", console) as progress, compiling(compile_reports.append):
@@ -50,10 +51,7 @@ def print_run_notes(
 
 
 def _print_load_note(console: Console, name: str, engine: Engine) -> None:
-    """Print a note after a long load if stderr is a terminal.
-
-    It names the command that avoids it.
-    """
+    """Print a note with the command that keeps a model loaded, after a long load on a terminal."""
     if engine.load_ms >= 1000 * LONG_LOAD and is_terminal(sys.stderr):
         command = f"spd serve --detach -m {shlex.quote(name)}"
         seconds = engine.load_ms / 1000
@@ -63,7 +61,7 @@ def _print_load_note(console: Console, name: str, engine: Engine) -> None:
 def print_notes(
     console: Console, notes: Sequence[str], engine: EngineClient, parameters: Mapping[str, object]
 ) -> None:
-    """Print notes, and the plan and the parameters of a verbose run."""
+    """Print notes; in a verbose run also the plan, the parameters and the seconds of loading."""
     for note in notes:
         console.note(note)
     if console.verbose:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spd.cli.bench_table import SCHEMA, BenchResult, Row
+from spd.cli.bench_table import BENCH_SCHEMA, BenchResult, Row
 
 
 def make_bench_result(
@@ -18,7 +18,7 @@ def make_bench_result(
 ) -> BenchResult:
     """Return a result without differences of texts."""
     return {
-        "schema": SCHEMA,
+        "schema": BENCH_SCHEMA,
         "model": model,
         "versions": {"spd": "1"},
         "machine": {},

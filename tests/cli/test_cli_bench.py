@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from spd.cli.bench_table import bench_text, with_short_models
-from spd.cli.commands.bench import BenchOptions, model_list, sweep_configs
-from spd.cli.commands.compare import read_result
+from spd.cli.bench_table import bench_lines, with_short_models
+from spd.cli.commands.bench import BenchOptions, split_models, sweep_configs
+from spd.cli.commands.compare import read_bench_result
 from spd.cli.commands.verify import apply_settings
 from spd.cli.terminal.bars import ASCII, UNICODE
 from spd.errors import UsageError
@@ -80,7 +80,7 @@ def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.Mon
     header = "category T method tok/s ± ×plain ± len acc TTFT TPOT"
     for columns, wide_columns in (("80", ""), ("100", "ITL by position")):
         monkeypatch.setenv("COLUMNS", columns)
-        lines = bench_text(result)
+        lines = bench_lines(result)
         assert lines[0].split() == [*header.split(), *wide_columns.split()]
         assert max(map(len, lines[:3])) <= int(columns)
     assert lines[2].endswith("70/25")
@@ -103,10 +103,10 @@ def test_the_table_fits_the_width_and_names_the_best_row(monkeypatch: pytest.Mon
             "high": median + 0.1,
             "half_width": 0.85,
         }
-        text = "\n".join(bench_text(result))
+        text = "\n".join(bench_lines(result))
         assert f"best              {best}\n" in text and ">99%" not in text
     rows[1]["speed_up"]["half_width"] = 70.0
-    assert ">99%" in "\n".join(bench_text(result))
+    assert ">99%" in "\n".join(bench_lines(result))
 
 
 def test_two_models_are_compared_in_one_table(
@@ -115,7 +115,7 @@ def test_two_models_are_compared_in_one_table(
     """Each row names its model, each model has its best row, and the second is compared with the first."""
     comma = tmp_path / "a,b"
     comma.mkdir()
-    assert model_list(str(comma)) == [str(comma)] and model_list("a, b,a") == ["a", "b"]
+    assert split_models(str(comma)) == [str(comma)] and split_models("a, b,a") == ["a", "b"]
     monkeypatch.setenv("COLUMNS", "120")
     samples = [
         make_sample(config, r, (1.0 + r) / speed)
@@ -132,13 +132,13 @@ def test_two_models_are_compared_in_one_table(
     medians = [tuple(ratio and round(ratio["median"], 3) for ratio in pair) for pair in ratios]
     assert medians == [(None, None), (2.0, None), (None, 4.0), (1.5, 3.0)]
     result = make_bench_result("m/a_1,m/b", rows, plans, same_tokens=False)
-    lines = bench_text(result)
+    lines = bench_lines(result)
     assert [line.split()[0] for line in lines[:5]] == ["model", "a_1", "a_1", "b", "b"]
     assert lines[0].split()[-2:] == ["×first", "±"] and lines[3].split()[-2] == "4.00"
     wide_header = "model category T method tok/s ± ×plain ± ×first ±"
     for columns, header in (("80", wide_header), ("40", "model method tok/s ×plain")):
         monkeypatch.setenv("COLUMNS", columns)
-        narrow = bench_text(result)[:5]
+        narrow = bench_lines(result)[:5]
         assert narrow[0].split() == header.split() and max(map(len, narrow)) < int(columns)
     facts = {line[:16].strip(): line[18:] for line in lines[5:-1]}
     assert facts["model"] == "m/a_1 float32, m/b bfloat16"
@@ -158,18 +158,18 @@ def test_a_terminal_gets_bars_for_each_workload(monkeypatch: pytest.MonkeyPatch)
     rows = make_rows(samples, [PLAIN, DRAFT], ["m", "m"])
     result = make_bench_result("m", rows, [plan])
     monkeypatch.setenv("COLUMNS", "80")
-    assert not any("█" in line or "tok/s," in line for line in bench_text(result))
-    text = bench_text(result, UNICODE)
+    assert not any("█" in line or "tok/s," in line for line in bench_lines(result))
+    text = bench_lines(result, UNICODE)
     at = text.index("tok/s, code, T 0")
     assert at > 3 and text[at + 1].startswith("plain      █") and text[at + 1].endswith(" 9.5")
     assert text[at + 2].startswith("draft k=2  █") and text[at + 2].endswith(" 18.3 1.92×")
     assert text[at + 1].index("┼") * 2 == pytest.approx(text[at + 2].index("┼"), abs=14)
     monkeypatch.setenv("COLUMNS", "40")
-    lines = bench_text(result, ASCII)
+    lines = bench_lines(result, ASCII)
     assert lines[:3] == ["", "tok/s, code, T 0", "plain"] and lines[3].startswith("  #")
     assert max(map(len, lines[:6])) < 40 and "".join(lines[:6]).isascii() is False
     monkeypatch.setattr("spd.cli.bench_table.MAX_BARS", 1)
-    assert bench_text(result, ASCII)[0].split() == ["method", "tok/s", "×plain"]
+    assert bench_lines(result, ASCII)[0].split() == ["method", "tok/s", "×plain"]
 
 
 def test_two_models_are_measured_in_turn(spd_run: Callable[..., Any]) -> None:
@@ -252,7 +252,9 @@ def write_result(path: Path, removed: Sequence[str | int] = (), value: Any = Non
     "name", ["bench_demo", "bench_pairs", "bench_concurrency", "bench_rate_draft_tp"]
 )
 def test_results_that_are_kept_without_their_passes_compare(name: str) -> None:
-    result = read_result(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
+    result = read_bench_result(
+        Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json"
+    )
     changes = compare_results(result, result, 0.03)["changes"]
     assert len(changes) == len(result["rows"]) > 0 and "samples" not in result
 
@@ -275,10 +277,10 @@ INVALID_VALUES: tuple[Any, ...] = (
     ("removed", "value"), [*((keys, None) for keys in MISSING_KEYS), *INVALID_VALUES]
 )
 def test_a_damaged_result_is_refused(tmp_path: Path, removed: Any, value: Any) -> None:
-    assert len(read_result(write_result(tmp_path / "a.json"))["rows"]) == 2
+    assert len(read_bench_result(write_result(tmp_path / "a.json"))["rows"]) == 2
     path = write_result(tmp_path / "a.json", removed, value=value)
     with pytest.raises(UsageError, match=r"a\.json is not a result of spd bench") as caught:
-        read_result(path)
+        read_bench_result(path)
     if value is None:
         assert caught.value.reason == (f"'{removed[-1]}' is missing",)
 

@@ -21,7 +21,7 @@ from spd.cli.chat.conversation import (
     EncodedPrompt,
     SessionStore,
     Turn,
-    shared_spans,
+    prompt_spans,
 )
 from spd.cli.chat.model import ChatModel
 from spd.cli.chat.slash import Commands
@@ -241,7 +241,7 @@ def test_figures_and_a_chat_that_cannot_be_saved_goes_on(talk: Callable, tmp_pat
 
 def test_the_first_chat_says_that_kernels_are_compiled(talk, script, monkeypatch) -> None:
     models = list[ChatModel]()
-    start = ChatModel.start
+    start = ChatModel.start_loading
     seen = list[str]()
 
     def keep_and_start(model: ChatModel) -> None:
@@ -253,7 +253,7 @@ def test_the_first_chat_says_that_kernels_are_compiled(talk, script, monkeypatch
         build.logger.getChild("compiling").info("compiling C kernels", extra=fields)
         seen.append(models[0].loading_text())
 
-    monkeypatch.setattr(ChatModel, "start", keep_and_start)
+    monkeypatch.setattr(ChatModel, "start_loading", keep_and_start)
     script.on_load = compile_kernels
     assert talk("Hi").code == 0 and seen == ["compiling C kernels [###.....]"]
 
@@ -472,13 +472,13 @@ def test_special_words_stay_text_and_spans_of_a_shared_beginning(encoder) -> Non
     )
     assert encoded.ids.count(END) == 3 and "a<|im_end|>b" in encoded.text, "the template's own"
     earlier = EncodedPrompt("", (1, 2, 3, 4, 5), (("prompt", 2), ("generated", 3)))
-    assert shared_spans(earlier, (1, 2, 3, 9, 9)) == (
+    assert prompt_spans(earlier, (1, 2, 3, 9, 9)) == (
         ("prompt", 2),
         ("generated", 1),
         ("prompt", 2),
     )
-    assert shared_spans(earlier, (1,)) == (("prompt", 1),)
-    assert shared_spans(earlier, (7, 7)) == shared_spans(None, (7, 7)) == (("prompt", 2),)
+    assert prompt_spans(earlier, (1,)) == (("prompt", 1),)
+    assert prompt_spans(earlier, (7, 7)) == prompt_spans(None, (7, 7)) == (("prompt", 2),)
 
 
 TURNS = (Turn("ünï\u2028\r\n", "a\nb\x00", (1, 2), "stop", 9), Turn("unanswered"))
@@ -546,13 +546,13 @@ def test_one_chat_is_open_once_under_a_name_that_stays_in_the_folder(tmp_path: P
     for name in ("../x", "a/b", "", ".x", "-x", "a\0b", "x" * 101, "a b", "ü"):
         with pytest.raises(UsageError, match="not a name"):
             first.path(name)
-    first.open("x")
-    first.open("x")
+    first.lock("x")
+    first.lock("x")
     with pytest.raises(UsageError, match="another process"):
-        second.open("x")
-    assert second.open_new() != first.open_new()
-    second.open("x")
+        second.lock("x")
+    assert second.lock_new() != first.lock_new()
+    second.lock("x")
     first.close()
     second.close()
-    first.open("x")
+    first.lock("x")
     first.close()

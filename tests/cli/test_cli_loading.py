@@ -273,7 +273,7 @@ def test_a_chat_expects_its_own_parameters(model: Path, script: Any) -> None:
     script.captures = 1
     session: Any = SimpleNamespace(console=Console(), runtime_folder=model / "none")
     chat = ChatModel(ChatOptions(model=str(model), temperature=0.3), session)
-    chat.start()
+    chat.start_loading()
     loaded: Any = chat.thread.engine()
     assert loaded is script.engine
     wait_until(lambda: script.engine.captured)

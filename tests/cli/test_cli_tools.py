@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from spd.cli.chat import tools
-from spd.cli.chat.tools import ChatTools, ask_consent, run_command
+from spd.cli.chat.tools import ChatTools, ask_consent, run_tool_command
 from spd.cli.signals import SignalGuard
 from spd.conversation.tools.call_check import UNKNOWN_FORM
 from spd.conversation.vocabulary import open_vocabulary
@@ -107,7 +107,7 @@ def test_only_a_yes_runs_a_command(model: Path, monkeypatch: pytest.MonkeyPatch)
         questions.append(command)
         return yes
 
-    monkeypatch.setattr(tools, "run_command", run_fake)
+    monkeypatch.setattr(tools, "run_tool_command", run_fake)
     monkeypatch.setattr(tools, "ask_consent", answer)
     for yes in (False, True):
         message, is_allowed = chat_tools.run_call(
@@ -140,7 +140,7 @@ def test_a_command_returns_its_output_and_exit_status() -> None:
         (["printf", r"\377"], "\ufffd"),
         ([*shell, "sleep 60 & echo on"], "on\n"),
     ):
-        assert run_command(command, SignalGuard()) == expected
+        assert run_tool_command(command, SignalGuard()) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_a_command_returns_its_output_and_exit_status() -> None:
 def test_a_command_that_hangs_is_ended(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tools, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(tools, "COMMAND_SECONDS", 0.5)
     began = time.monotonic()
     later = f"sleep 2; touch {tmp_path}/left"
-    output = run_command(
+    output = run_tool_command(
         ["bash", "-c", f"({later}) & setsid bash -c '{later}' & {line}"], SignalGuard()
     )
     assert (
@@ -168,19 +168,21 @@ def test_ctrl_c_ends_a_command_and_not_the_chat() -> None:
     guard.install()
     try:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), 2)).start()
-        assert run_command(["bash", "-c", "echo on; sleep 60"], guard) == "on\n\n(it was stopped)"
+        assert (
+            run_tool_command(["bash", "-c", "echo on; sleep 60"], guard) == "on\n\n(it was stopped)"
+        )
         assert guard.received is None
     finally:
         guard.uninstall()
 
 
 def test_megabytes_are_cut_in_the_middle_and_more_is_ended() -> None:
-    output = run_command(
+    output = run_tool_command(
         ["bash", "-c", "echo begin; yes | head -c 3000000; echo end"], SignalGuard()
     )
     assert output.startswith("begin\ny\n") and output.endswith("y\nend\n") and len(output) < 33_000
     assert f"… {3_000_010 - tools.MODEL_OUTPUT_LIMIT:,} characters are left out …" in output
-    assert run_command(["yes"], SignalGuard()).endswith(
+    assert run_tool_command(["yes"], SignalGuard()).endswith(
         "y\n\n(it was ended: more than 120 s, or 8 MiB)"
     )
 

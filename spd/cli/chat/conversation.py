@@ -40,6 +40,7 @@ from spd.formats.thinking import opens_thinking
 from spd.runtime.engine.request import SEED_BITS
 
 Spans = tuple[tuple[str, int], ...]
+"""The kind, "prompt" or "generated", and the number of tokens of each span of a prompt."""
 
 
 PROMPT = "› "
@@ -55,9 +56,10 @@ def is_command(text: str) -> bool:
 class Turn:
     """A message and its reply, which is None until it comes.
 
-    `finish` is the engine's finish reason, "abort" if the reply was stopped; `seed` reproduces the
-    reply alone. `answered` holds, as JSON, the message of a reply with tool calls and the messages
-    of their results. A turn with an empty `user` continues after such messages.
+    `reply_ids` are the tokens of the reply, empty if another vocabulary made it. `finish` is the
+    engine's finish reason, "abort" if the reply was stopped; `seed` reproduces the reply alone.
+    `answered` holds, as JSON, the message of a reply with tool calls and the messages of their
+    results. A turn with an empty `user` continues after such messages.
     """
 
     user: str
@@ -72,7 +74,8 @@ class Turn:
 class Conversation:
     """The saved state of a chat. `draws` counts replies, including undone ones.
 
-    Each reply's seed is derived from the chat's `seed` and `draws`; see `Turn.seed`.
+    Each reply's seed is derived from the chat's `seed` and `draws`; see `Turn.seed`. `vocabulary`
+    is the fingerprint of the tokenizer that the turns' ids belong to.
     """
 
     model: str
@@ -91,9 +94,9 @@ class Conversation:
         return dataclasses.replace(self, turns=self.turns[:-1])
 
     def for_model(self, name: str, vocabulary: str) -> Conversation:
-        """Return the conversation for another model.
+        """Return the conversation for another model, without token ids of another vocabulary.
 
-        Token ids of another vocabulary are dropped.
+        vocabulary: the fingerprint of the model's tokenizer.
         """
         turns = self.turns
         if vocabulary != self.vocabulary:
@@ -101,9 +104,9 @@ class Conversation:
         return dataclasses.replace(self, model=name, vocabulary=vocabulary, turns=turns)
 
     def with_overrides(self, system: str | None, seed: int | None) -> Conversation:
-        """Return the conversation with another system message or seed unless None.
+        """Return the conversation with another system message or seed; None keeps the present one.
 
-        Raises UsageError.
+        Another seed begins with `draws` at 0. Raises UsageError for a text that is not valid.
         """
         system = self.system if system is None else check_text(system, "the system message")
         conversation = dataclasses.replace(self, system=system)
@@ -122,7 +125,10 @@ class EncodedPrompt:
 
 
 class ChatEncoder:
-    """Encodes conversations as prompts; caches those of earlier turns."""
+    """Encodes conversations as prompts; caches those of earlier turns.
+
+    variables: what the chat template gets besides the messages.
+    """
 
     def __init__(self, vocabulary: Vocabulary, variables: Mapping[str, Any]) -> None:
         self._tokenizer = vocabulary.need_tokenizer()
@@ -146,7 +152,9 @@ class ChatEncoder:
             earlier_turns = conversation.turns[:count]
             key = (conversation.system, earlier_turns, turn.user)
             if key not in self._encoded_prompts:
-                rendered = self._render(conversation.system, earlier_turns, replies, turn.user)
+                rendered = self._render_turns(
+                    conversation.system, earlier_turns, replies, turn.user
+                )
                 self._encoded_prompts[key] = self._continue_prompt(prompt, earlier_turns, rendered)
             prompt = prompts[key] = self._encoded_prompts[key]
             inside_thinking = opens_thinking(prompt.text, self._vocabulary.marks)
@@ -156,9 +164,9 @@ class ChatEncoder:
         return prompt
 
     def count_tokens(self, conversation: Conversation) -> int:
-        """Return how many tokens end with the last reply, 0 without a turn.
+        """Return the number of tokens of the last prompt and its reply, 0 without a turn.
 
-        Raises what `encode` raises.
+        The last result is cached. Raises what `encode` raises.
         """
         if self._length_cache[0] is not conversation:
             count = 0
@@ -169,14 +177,18 @@ class ChatEncoder:
             self._length_cache = conversation, count
         return self._length_cache[1]
 
-    def _render(
+    def _render_turns(
         self,
         system: str | None,
         earlier_turns: Sequence[Turn],
         replies: Sequence[Mapping[str, Any]],
         user: str,
     ) -> RenderedChat:
-        """Render the turns up to a message of the user. Raises IncompatibleError if it is too long."""
+        """Return the turns up to a message of the user as the template renders them.
+
+        replies: the message of each earlier turn's reply. Raises IncompatibleError if the text
+        cannot fit the model's context, and what the template raises.
+        """
         messages: list[Any] = [] if system is None else [{"role": "system", "content": system}]
         for index, turn in enumerate((*earlier_turns, Turn(user))):
             if turn.user or not messages or messages[-1]["role"] != "tool":
@@ -208,7 +220,7 @@ class ChatEncoder:
                 spans = (*previous.spans, ("generated", len(generated)), ("prompt", len(new_ids)))
                 return EncodedPrompt(rendered.text, (*previous.ids, *generated, *new_ids), spans)
         ids = encode_rendered(self._tokenizer, rendered)
-        return EncodedPrompt(rendered.text, tuple(ids), shared_spans(previous, ids))
+        return EncodedPrompt(rendered.text, tuple(ids), prompt_spans(previous, ids))
 
     def _generated_ids(self, turn: Turn) -> tuple[int, ...]:
         """Return a reply's ids without its end token; empty if they do not decode to its text."""
@@ -222,10 +234,10 @@ class ChatEncoder:
         )
 
 
-def shared_spans(previous: EncodedPrompt | None, ids: Sequence[int]) -> Spans:
-    """Return the spans of a prompt.
+def prompt_spans(previous: EncodedPrompt | None, ids: Sequence[int]) -> Spans:
+    """Return the spans of the prompt `ids`.
 
-    The tokens that it shares with an earlier prompt keep their spans.
+    The prefix that it shares with `previous` keeps its spans; what follows is one of kind "prompt".
     """
     earlier = EncodedPrompt("", (), ()) if previous is None else previous
     pairs = zip(earlier.ids, ids, strict=False)
@@ -238,23 +250,24 @@ def shared_spans(previous: EncodedPrompt | None, ids: Sequence[int]) -> Spans:
     return tuple(span for span in (*spans, ("prompt", len(ids) - num_shared)) if span[1])
 
 
-SCHEMA = "spd.chat/1"
-SUFFIX = ".jsonl"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_integer = integer(-(2**64), 2**64)
+CHAT_SCHEMA = "spd.chat/1"
+"""The schema in the first line of a chat's file."""
+CHAT_SUFFIX = ".jsonl"
+_CHAT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_saved_integer = integer(-(2**64), 2**64)
 _parse_header = open_object(
     {
         "schema": TEXT,
         "model": TEXT,
-        "seed": _integer,
+        "seed": _saved_integer,
         "system": TEXT,
         "vocabulary": TEXT,
-        "draws": _integer,
+        "draws": _saved_integer,
     },
     *("model", "seed"),
 )
 _parse_turn = open_object(
-    {"user": TEXT, "reply": TEXT, "finish": TEXT, "seed": _integer}
+    {"user": TEXT, "reply": TEXT, "finish": TEXT, "seed": _saved_integer}
     | {"reply_ids": array_of(integer(0, 2**31 - 1), 1 << 31), "answered": array_of(TEXT, 1 << 20)},
     "user",
 )
@@ -262,7 +275,10 @@ _parse_turn = open_object(
 
 
 class SessionStore:
-    """The saved chats in one folder, which is made when the first is saved."""
+    """The saved chats in one folder, which is made when the first is locked or saved.
+
+    One chat at a time is locked against other processes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -281,23 +297,26 @@ class SessionStore:
             fix = "XDG_STATE_HOME=FOLDER spd chat keeps chats elsewhere"
             raise ResourceError(message, fix=[fix], code="sessions") from None
         for entry in entries:
-            name = entry.name.removesuffix(SUFFIX)
-            if name != entry.name and _NAME.fullmatch(name):
+            name = entry.name.removesuffix(CHAT_SUFFIX)
+            if name != entry.name and _CHAT_NAME.fullmatch(name):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     chats.append((entry.stat(follow_symlinks=False).st_mtime, name))
         return [name for _, name in sorted(chats, key=itemgetter(0), reverse=True)]
 
     def path(self, name: str) -> Path:
         """Return the path of a saved chat. Raises UsageError for an invalid name."""
-        if not _NAME.fullmatch(name):
+        if not _CHAT_NAME.fullmatch(name):
             reason = ["Letters, digits, dot, dash and underscore; no dot or dash in front."]
             raise UsageError(
                 f"{name[:60]!r} is not a name for a chat", reason=reason, fix=["-c NAME"]
             )
-        return self.folder / (name + SUFFIX)
+        return self.folder / (name + CHAT_SUFFIX)
 
     def load(self, name: str) -> Conversation:
-        """Return a saved chat. Raises NotFoundError, or IncompatibleError naming file and line."""
+        """Read and check a saved chat, and return it.
+
+        Raises NotFoundError, IncompatibleError naming file and line, and UsageError for its name.
+        """
         path = self.path(name)
         line_number = 1
         turns: list[Turn] = []
@@ -307,8 +326,10 @@ class SessionStore:
             header_line, *turn_lines = path.read_text(encoding="utf-8").split("\n")
             header = _parse_header(json.loads(header_line), "")
             schema = header.pop("schema", None)
-            if schema != SCHEMA:
-                raise ValueError(f"schema {schema!r} is not {SCHEMA!r}: of another version of spd?")
+            if schema != CHAT_SCHEMA:
+                raise ValueError(
+                    f"schema {schema!r} is not {CHAT_SCHEMA!r}: of another version of spd?"
+                )
             for line in turn_lines:
                 line_number += 1
                 if line:
@@ -330,24 +351,25 @@ class SessionStore:
     def save(self, name: str, conversation: Conversation) -> None:
         """Write a chat atomically: the old or the new file is always complete.
 
-        Raises ResourceError.
+        Makes the folder. Raises ResourceError, and UsageError for an invalid name.
         """
         path = self.path(name)
         header = dataclasses.asdict(conversation)
         turns = header.pop("turns")
         try:
             self._make_folder()
-            lines = [{"schema": SCHEMA, **header}, *turns]
+            lines = [{"schema": CHAT_SCHEMA, **header}, *turns]
             write_atomically(path, "".join(to_json(line) + "\n" for line in lines), 0o600)
         except OSError as error:
             message = f"this chat cannot be saved to {path}: {error.strerror}"
             fix = f"{free_space_hint(error)}XDG_STATE_HOME=FOLDER spd chat keeps chats elsewhere"
             raise ResourceError(message, fix=[fix], code="write_failed") from error
 
-    def open(self, name: str) -> None:
-        """Lock a chat and unlock the previous one.
+    def lock(self, name: str) -> None:
+        """Lock a chat by a file of its own, and unlock the previous one.
 
-        Raises UsageError if another process has the lock.
+        Makes the folder. Where no file can be written, nothing is locked and nothing is raised.
+        Raises UsageError if another process has the lock, or for an invalid name.
         """
         path = self.path(name)
         if self._locked_chat is not None and self._locked_chat[0] == name:
@@ -365,24 +387,25 @@ class SessionStore:
         self.close()
         self._locked_chat = lock
 
-    def open_new(self) -> str:
-        """Lock a new chat and return its name: the time of day, and a number if that is taken."""
+    def lock_new(self) -> str:
+        """Lock a new chat and return its name: date and time, and a number if that is taken."""
         base = f"{datetime.now():%Y-%m-%d-%H%M%S}"
         name = base
         suffix = 2
         while True:
             with suppress(UsageError):
-                self.open(name)
+                self.lock(name)
                 if not self.path(name).exists():
                     return name
             name = f"{base}-{suffix}"
             suffix = suffix + 1
 
     def close(self) -> None:
-        """Release the lock."""
+        """Unlock the locked chat, if any."""
         if self._locked_chat is not None:
             os.close(self._locked_chat[1])
             self._locked_chat = None
 
     def _make_folder(self) -> None:
+        """Make the folder and those above it, readable by their owner alone."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

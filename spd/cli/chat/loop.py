@@ -9,12 +9,13 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from spd.cli import prompt_input as prompt
-from spd.cli.chat.conversation import PROMPT, Conversation, SessionStore, Turn, is_command
+from spd.cli.chat.conversation import Conversation, SessionStore, Turn, is_command
 from spd.cli.chat.model import ChatModel
+from spd.cli.chat.plain_lines import PlainLines
 from spd.cli.commands.models import ensure_models
 from spd.cli.reply_view import (
     DIM,
@@ -23,16 +24,15 @@ from spd.cli.reply_view import (
     stats_line,
 )
 from spd.cli.signals import raise_interrupt
-from spd.cli.terminal.console import Session, write_error, write_stderr, write_stderr_line
+from spd.cli.terminal.console import Session, write_error, write_stderr_line
 from spd.cli.terminal.plain_text import as_line, shorten
 from spd.cli.terminal.sink import OutputClosed, Sink, to_json
-from spd.cli.terminal.streams import is_terminal, terminal_size
+from spd.cli.terminal.streams import terminal_size
 from spd.conversation.messages import check_text
 from spd.conversation.thinking import UNANSWERED, thinking_budget
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS
-from spd.formats.files import INPUT_LIMIT
 from spd.formats.thinking import opens_thinking
 from spd.runtime.engine.request import Request, RequestOutput, derived_seed
 from spd.version import __version__
@@ -43,21 +43,23 @@ if TYPE_CHECKING:
 
 
 REQUEST_ID = "reply"
+"""The id of each request of a chat, which has one at a time."""
 
 
 def open_session(store: SessionStore, options: ChatOptions) -> tuple[str, Conversation | None]:
-    """Return the name to save under and the saved conversation, if any, and lock it.
+    """Lock the chat of the options; return its name and its saved conversation, None if it is new.
 
-    Raises NotFoundError and UsageError.
+    The name is "" and nothing is locked where nothing is to be saved. Raises what `lock` and `load`
+    of `SessionStore` raise, and NotFoundError if no chat is saved that could be continued.
     """
     if options.continue_ is None:
-        return ("" if options.no_save else store.open_new()), None
+        return ("" if options.no_save else store.lock_new()), None
     name = options.continue_ or next(iter(store.names()), "")
     if not name:
         raise NotFoundError("no chat is saved yet", fix=["spd chat"], code="no_session")
     is_saved = store.path(name).exists()
     if not (is_saved and options.no_save):
-        store.open(name)
+        store.lock(name)
     return name, store.load(name) if is_saved else None
 
 
@@ -65,17 +67,18 @@ class SlashCommands(Protocol):
     """The slash commands of a chat."""
 
     def run(self, line: str) -> None:
-        """Run a typed command.
-
-        Raises UsageError for an unknown one, and what the command raises.
-        """
+        """Run a typed command. Raises UsageError for an unknown one, and what it raises itself."""
 
     def completions(self) -> Mapping[str, Callable[[], Iterable[str]] | None]:
         """Return every command and the source of its completions; None stands for paths."""
 
 
 class Chat:
-    """One conversation with one model at a time, and the state that slash commands change."""
+    """One conversation with one model at a time, and the state that slash commands change.
+
+    Locks the chat, reads its file, the model's small files and files to attach, and downloads a
+    model that is not there after asking. Raises what these raise.
+    """
 
     def __init__(
         self, session: Session, options: ChatOptions, sink: Sink, store: SessionStore
@@ -97,40 +100,46 @@ class Chat:
             prompt.system_text(system), seed
         )
         self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
-        self.attached = [(path, prompt.read_text(path)) for path in options.file or ()]
-        self.draft = ""
+        self.attached_files = [(path, prompt.read_text(path)) for path in options.file or ()]
+        """Path and text of each file that goes with the next message."""
+        self.unsent_text = ""
+        """A message without a reply, which the next prompt begins with."""
         self.should_exit = False
-        self.styled = sink.is_terminal and not session.dumb_terminal
-        self.stats = sink.is_terminal if options.stats is None else options.stats
-        if options.show_drafts and not self.styled:
+        self.is_styled = sink.is_terminal and not session.dumb_terminal
+        self.shows_stats = sink.is_terminal if options.stats is None else options.stats
+        if options.show_drafts and not self.is_styled:
             session.console.note(
                 "--show-drafts marks tokens on a terminal only, and this output is not one"
             )
-        self.interactive = False
-        self.source: PlainLines | Editor
-        self._saving = not options.no_save
+        self.is_interactive = False
+        self.message_source: PlainLines | Editor
+        self._is_saved = not options.no_save
         self._has_warned_unsaved = False
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def run(self, commands: SlashCommands, interactive: bool) -> int:
-        """Read messages and reply until there are no more; return the exit status."""
-        self.interactive = interactive
-        self.source = PlainLines()
-        if interactive and not self.session.dumb_terminal:
+    def run(self, commands: SlashCommands, is_interactive: bool) -> int:
+        """Print a heading, load the model, and reply to messages until there are no more; return 0.
+
+        Errors are printed where a person types. Elsewhere, and if they are fatal, they are raised.
+        Raises UsageError if standard input holds no message.
+        """
+        self.is_interactive = is_interactive
+        self.message_source = PlainLines()
+        if is_interactive and not self.session.dumb_terminal:
             from spd.cli.chat.editor import Editor
 
-            self.source = Editor(
+            self.message_source = Editor(
                 self.session.state_folder / "history",
                 color=self.session.console.color,
-                status=self._status,
+                status=self._toolbar_text,
                 warn=self.session.console.note,
                 loaded=lambda: not self.model.loading_text(),
                 commands=commands.completions(),
             )
-        if interactive:
+        if is_interactive:
             self.print_line(
-                f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._saving)
+                f"spd {__version__} · {self.model.name}" + f" · {self.name}" * bool(self._is_saved)
             )
             if self.model.name in DEMOS:
                 self.print_line(
@@ -138,35 +147,35 @@ class Chat:
                 )
             self.print_line("Type a message, /help for commands, Ctrl-D to quit.")
         self.resume(self.conversation)
-        if self.attached and not self.session.console.quiet:
+        if self.attached_files and not self.session.console.quiet:
             self.print_attached()
-        self.model.start()
+        self.model.start_loading()
         has_message = False
         while not self.should_exit:
-            draft = self.draft
-            self.draft = ""
-            text = self.source.read(draft)
+            draft = self.unsent_text
+            self.unsent_text = ""
+            text = self.message_source.read(draft)
             if text is None:
                 break
             has_message = has_message or bool(text.strip())
             try:
                 if is_command(text):
                     self._run_command(commands, text)
-                elif text.strip() or self.attached:
+                elif text.strip() or self.attached_files:
                     self.send(text)
                 self.run_tool_calls()
             except SpdError as error:
-                if not interactive or self._is_fatal(error):
+                if not is_interactive or self._is_fatal(error):
                     raise
                 write_error(error, self._console, as_json=False)
-        if not (has_message or interactive):
+        if not (has_message or is_interactive):
             fix = ["spd chat in a terminal", "spd chat < messages.txt, one message a line"]
             raise UsageError("no messages: standard input is empty", fix=fix, code="no_prompt")
         return 0
 
     def _run_command(self, commands: SlashCommands, text: str) -> None:
         """Run a slash command; on a terminal Ctrl-C interrupts it, and the chat continues."""
-        if not self.interactive:
+        if not self.is_interactive:
             commands.run(text)
             return
         try:
@@ -175,8 +184,8 @@ class Chat:
         except KeyboardInterrupt:
             self.print_line(f"[interrupted] the chat goes on with {self.model.name}")
 
-    def _status(self) -> str:
-        """Return the text of the toolbar."""
+    def _toolbar_text(self) -> str:
+        """Return the toolbar's text: the progress of loading, or context, model and drafter."""
         loading_text = self.model.loading_text()
         if loading_text:
             return f" {loading_text}"
@@ -188,46 +197,52 @@ class Chat:
     # -- turns -------------------------------------------------------------------------------------
 
     def send(self, text: str) -> None:
-        """Send a message and show the reply. Raises what checking it or the engine raises."""
+        """Send a message with the attached files and reply to it; then no file is attached.
+
+        Without a reply they stay attached. Raises what checking it or the engine raises.
+        """
         message = text.removeprefix("/") if text.startswith("//") else text
         parts = [
-            *(content for _, content in self.attached),
+            *(content for _, content in self.attached_files),
             *([message] if message.strip() else []),
         ]
         turn = Turn(check_text("\n\n".join(parts), "the message"))
         turns = (*self.conversation.turns, turn)
         if self.reply(dataclasses.replace(self.conversation, turns=turns), text):
-            self.attached = []
+            self.attached_files = []
 
     def reply(self, conversation: Conversation, draft: str = "") -> bool:
-        """Run the reply to the last turn, or its continuation.
+        """Run, show and save the reply to the last turn, or its continuation; False if none came.
 
-        Return False if no reply came; `draft` is kept then.
+        Without a reply the previous conversation is restored, and `draft` is the next message's
+        text. Prints figures and notes about the reply. Raises what `run_reply` raises.
         """
         previous = self.conversation
-        self.update(conversation)  # saved before the reply, so that the message is never lost
+        self.set_conversation(
+            conversation
+        )  # saved before the reply, so that the message is never lost
         try:
             extended = run_reply(self, conversation)
         except (Exception, KeyboardInterrupt) as error:
-            self.draft = draft
+            self.unsent_text = draft
             if not self._is_fatal(error):  # a fatal error leaves the message in the file
-                self.update(previous)
+                self.set_conversation(previous)
             if isinstance(error, IncompatibleError) and error.code == "context_overflow":
                 error.fix = self._context_fixes(previous)
             raise
         if extended is conversation:
-            self.update(previous)
-            self.draft = draft
+            self.set_conversation(previous)
+            self.unsent_text = draft
             return False
-        self.update(extended)
-        if self.stats and self.model.metrics is not None:
+        self.set_conversation(extended)
+        if self.shows_stats and self.model.metrics is not None:
             figures = stats_line(dataclasses.replace(self.model.metrics, load_ms=0.0))
             self.print_line(f"  {figures} · {self._context_usage()}")
         if self.model.metrics is not None:
             note = self.model.metrics.draft_note(self.model.info.spec)
             self.session.note_once(self.model.metrics.draft_fault, note)
         turn = extended.turns[-1]
-        if turn.finish == "length" and self.interactive:
+        if turn.finish == "length" and self.is_interactive:
             self.print_line(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
         if turn.finish == "stop" and self._has_only_thinking(extended):
             self.print_line(UNANSWERED)
@@ -247,7 +262,7 @@ class Chat:
     def _context_fixes(self, conversation: Conversation) -> tuple[str, ...]:
         """Return the fixes for a message that does not fit the context after the conversation."""
         max_positions = self.model.settings.vocabulary.config.max_positions
-        fixes = ["/file none"] * bool(self.attached)
+        fixes = ["/file none"] * bool(self.attached_files)
         fixes += ["/undo or /clear"] * bool(conversation.turns)
         fixes += [f"spd chat -c --ctx N, up to {max_positions:,}"] * (
             self.model.info.ctx < max_positions
@@ -255,7 +270,10 @@ class Chat:
         return tuple(fixes or ["a shorter message"])
 
     def run_tool_calls(self) -> None:
-        """Run the tool calls of the last reply after consent; continue unless one is refused."""
+        """Run the tool calls of the last reply, each after consent; let the model reply to them.
+
+        Repeats this for calls of the new reply; ends if a call was refused. Saves each turn.
+        """
         while (tools := self.model.tools) and self.conversation.turns:
             turn = self.conversation.turns[-1]
             text = self.model.encoder.encode(self.conversation).text
@@ -267,15 +285,15 @@ class Chat:
             new_messages = [message, *(result for result, _ in results)]
             answered_turn = dataclasses.replace(turn, answered=tuple(map(to_json, new_messages)))
             answered = self.conversation.with_last(answered_turn)
-            self.update(answered)
+            self.set_conversation(answered)
             continued = dataclasses.replace(answered, turns=(*answered.turns, Turn("")))
             if not all(was_allowed for _, was_allowed in results) or not self.reply(continued):
                 return
 
-    def update(self, conversation: Conversation) -> None:
-        """Replace the conversation and save it."""
+    def set_conversation(self, conversation: Conversation) -> None:
+        """Replace the conversation and save it; if that fails, print the first error only."""
         self.conversation = conversation
-        if not self._saving or not (conversation.turns or self.store.path(self.name).exists()):
+        if not self._is_saved or not (conversation.turns or self.store.path(self.name).exists()):
             return
         try:
             self.store.save(self.name, conversation)
@@ -285,18 +303,18 @@ class Chat:
             self._has_warned_unsaved = True
 
     def resume(self, conversation: Conversation) -> None:
-        """Continue a saved conversation: show its last turns; a message without reply is the draft."""
+        """Replace the conversation and print its last turns; a message without reply is unsent."""
         self.conversation = conversation
         turns = conversation.turns
         if turns and turns[-1].reply is None:
-            self.draft = turns[-1].user
+            self.unsent_text = turns[-1].user
             self.conversation = conversation.without_last()
-        for turn in self.conversation.turns[-2:] if self.interactive else ():
+        for turn in self.conversation.turns[-2:] if self.is_interactive else ():
             self.print_line(f"› {shorten(turn.user, 300)}")
             self.print_line(shorten(turn.reply or "", 300))
 
     def _is_fatal(self, error: BaseException) -> bool:
-        """True if an error ends the chat: the output is lost, or loading the model failed."""
+        """True if an error ends the chat: output cannot be written, or loading the model failed."""
         is_output_lost = (
             isinstance(error, OutputClosed) or getattr(error, "code", "") == "write_failed"
         )
@@ -313,17 +331,17 @@ class Chat:
 
     def print_line(self, text: str) -> None:
         """Write a line about the chat, such as the output of a command, to standard error."""
-        write_stderr_line(text, DIM if self.styled else "")
+        write_stderr_line(text, DIM if self.is_styled else "")
 
     def print_lines(self, lines: Iterable[str]) -> None:
-        """Write several lines, see `print_line`."""
+        """Write several lines about the chat to standard error."""
         for line in list(lines):
             self.print_line(line)
 
     def print_attached(self) -> None:
-        """Write which files go with the next message, and how long they are."""
+        """Write to standard error which files go with the next message, and how long they are."""
         sizes = []
-        for path, text in self.attached:
+        for path, text in self.attached_files:
             num_lines = len(text.splitlines())
             lines = f"{num_lines:,} line{'s' * (num_lines != 1)}"
             sizes.append(f"{path}: {lines}, {len(text):,} characters")
@@ -331,31 +349,36 @@ class Chat:
         self.print_line(listed if sizes else "no file goes with the next message")
 
     def start_new(self) -> None:
-        """Begin another chat with the same system message; the current one stays saved."""
-        if self._saving:
-            self.name = self.store.open_new()
+        """Begin another chat with the same system message, without files; this one stays saved."""
+        if self._is_saved:
+            self.name = self.store.lock_new()
         old = self.conversation
-        self.update(Conversation(old.model, system=old.system, vocabulary=old.vocabulary))
-        self.attached = []
+        self.set_conversation(Conversation(old.model, system=old.system, vocabulary=old.vocabulary))
+        self.attached_files = []
 
-    def load(self, name: str) -> None:
-        """Continue a saved chat. Raises what loading and locking raise."""
+    def load_saved(self, name: str) -> None:
+        """Continue and lock a saved chat. Raises what the store's `load` and `lock` raise."""
         saved = self.store.load(name)
-        if self._saving:
-            self.store.open(name)
+        if self._is_saved:
+            self.store.lock(name)
         self.name = name
         self.resume(saved.for_model(self.model.name, self.model.fingerprint))
 
-    def reload(self, options: ChatOptions) -> None:
-        """Load the model with other options; restore the old ones on failure or interruption."""
+    def reload_model(self, options: ChatOptions) -> None:
+        """Load the model with other options and print lines about it.
+
+        Restores the old options on failure or interruption. Raises what `ChatModel.reload` raises.
+        """
         ensure_models(self.session, options)
         stopped = threading.Event()
         stoppable = (
-            self.session.guard.intercept_sigint(stopped.set) if self.interactive else nullcontext()
+            self.session.guard.intercept_sigint(stopped.set)
+            if self.is_interactive
+            else nullcontext()
         )
-        with stoppable, self.source.capture_typing(stopped.set):
+        with stoppable, self.message_source.capture_typing(stopped.set):
             self.model.reload(stopped, options)
-        self.update(self.conversation.for_model(self.model.name, self.model.fingerprint))
+        self.set_conversation(self.conversation.for_model(self.model.name, self.model.fingerprint))
         self.print_lines(self.model.summary_lines())
 
 
@@ -363,8 +386,9 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
     """Run a reply and show it while it streams; return the conversation extended by it.
 
     The reply answers the last turn, or continues its reply. On a terminal Ctrl-C and Esc stop it;
-    without a token the conversation is returned unchanged. Raises IncompatibleError if it does not
-    fit the context, and what the engine raises.
+    without a token the conversation is returned unchanged. Waits for the model, and sets `metrics`
+    and `reply_info` of it. Raises IncompatibleError if the conversation does not fit the context,
+    and what the engine raises.
     """
     model = chat.model
     guard = chat.session.guard
@@ -378,8 +402,8 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
 
     # Without a terminal, Ctrl-C ends the whole chat.
     with (
-        guard.intercept_sigint(stop) if chat.interactive else nullcontext(),
-        chat.source.capture_typing(stop),
+        guard.intercept_sigint(stop) if chat.is_interactive else nullcontext(),
+        chat.message_source.capture_typing(stop),
     ):
         model.wait_until_loaded(lambda: not stopped.is_set())
         if stopped.is_set():
@@ -390,8 +414,8 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         marks = model.settings.vocabulary.marks
         splitter = ThinkingSplitter(opens_thinking(encoded.text, marks), marks)
         splitter.feed(turn.reply or "")
-        request = _make_request(model, conversation, splitter.thinking)
-        view = _make_view(chat, splitter)
+        request = _make_reply_request(model, conversation, splitter.thinking)
+        view = _make_reply_view(chat, splitter)
         model.thread.engine().prefilling = view.report_prefill
         model.reply_info = model.info
         try:
@@ -414,10 +438,12 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         )
     if stopped.is_set() and not gathered.token_ids:
         return conversation
-    return _extend(conversation, gathered, request.params.seed)
+    return _with_reply(conversation, gathered, request.params.seed)
 
 
-def _extend(conversation: Conversation, gathered: RequestOutput, seed: int | None) -> Conversation:
+def _with_reply(
+    conversation: Conversation, gathered: RequestOutput, seed: int | None
+) -> Conversation:
     """Return the conversation with a reply, or its continuation, added to the last turn."""
     turn = conversation.turns[-1]
     extended_turn = dataclasses.replace(
@@ -431,8 +457,13 @@ def _extend(conversation: Conversation, gathered: RequestOutput, seed: int | Non
     return dataclasses.replace(extended, draws=conversation.draws + (turn.reply is None))
 
 
-def _make_request(model: ChatModel, conversation: Conversation, inside_thinking: bool) -> Request:
-    """Return the request of a reply; `inside_thinking`: its next token is thinking."""
+def _make_reply_request(
+    model: ChatModel, conversation: Conversation, inside_thinking: bool
+) -> Request:
+    """Return the request of a reply or its continuation. Raises IncompatibleError if too long.
+
+    inside_thinking: its first token is thinking.
+    """
     turn = conversation.turns[-1]
     encoded = model.encoder.encode(conversation)
     context = model.info.ctx
@@ -447,41 +478,20 @@ def _make_request(model: ChatModel, conversation: Conversation, inside_thinking:
     thinking = thinking_budget(
         model.options.think, model.settings.vocabulary, inside_thinking, turn.reply_ids
     )
-    return Request(REQUEST_ID, ids, model.params(seed), spans, thinking=thinking)
+    return Request(REQUEST_ID, ids, model.sampling_params(seed), spans, thinking=thinking)
 
 
-def _make_view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
-    """Return the view that shows a reply on this terminal or pipe."""
+def _make_reply_view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
+    """Return the view of a reply: with drafts in colour, rendered Markdown, or plain text."""
     console = chat.session.console
     options = chat.model.options
     view = ReplyView(console, chat.sink, splitter, hidden=options.think == "hide")
-    if chat.styled and options.show_drafts:
+    if chat.is_styled and options.show_drafts:
         view.drafted = DraftedTextSplitter(
             chat.model.settings.vocabulary.need_tokenizer().token_bytes
         )
-    elif chat.styled and options.markdown != "off":
+    elif chat.is_styled and options.markdown != "off":
         from spd.cli.terminal.markdown import MarkdownStream
 
         view.markdown = MarkdownStream(lambda: terminal_size(sys.stdout), color=console.color)
     return view
-
-
-class PlainLines:
-    """Reads lines from standard input; writes a prompt if that is a (dumb) terminal."""
-
-    def read(self, draft: str = "") -> str | None:
-        """Return the next line, None at the end. Raises UsageError."""
-        if is_terminal(sys.stdin):
-            write_stderr(PROMPT)
-        data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
-        if len(data) > INPUT_LIMIT:
-            raise UsageError(f"a line of stdin is longer than {INPUT_LIMIT >> 20} MiB")
-        try:
-            return data.decode("utf-8").removesuffix("\n").removesuffix("\r") if data else None
-        except UnicodeDecodeError:
-            fix = "iconv -f ENCODING -t utf-8 FILE | spd chat"
-            raise UsageError("a line of stdin is not UTF-8 text", fix=[fix]) from None
-
-    def capture_typing(self, stop: Callable[[], None]) -> AbstractContextManager[None]:
-        """Return a context that captures nothing: typed keys stay in the terminal."""
-        return nullcontext()

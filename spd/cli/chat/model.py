@@ -45,9 +45,9 @@ class ChatModel:
         self._apply_options(options, ModelFolder.resolve(options.model))
 
     def _apply_options(self, options: ChatOptions, folder: ModelFolder) -> None:
-        """Read the small files, check every option, then set the fields.
+        """Check the options against the model's small files, set the fields, and print notes.
 
-        Raises before any field changes.
+        Raises what reading and checking raise, before any field changes.
         """
         settings = plan_settings(options, folder)
         variables = prompt.template_variables(options)
@@ -75,20 +75,20 @@ class ChatModel:
         return self.settings.vocabulary.need_tokenizer().fingerprint
 
     def update_options(self, options: ChatOptions) -> None:
-        """Set options that need no other engine, such as sampling.
+        """Set options that need no other engine, such as sampling, and print notes.
 
-        Raises UsageError, and changes nothing then.
+        Raises what checking them raises, and changes nothing then.
         """
         self._apply_options(options, self.folder)
 
-    def params(self, seed: int) -> SamplingParams:
-        """Return the sampling parameters with the seed of a reply."""
+    def sampling_params(self, seed: int) -> SamplingParams:
+        """Return the chat's sampling parameters with the seed of a reply."""
         return dataclasses.replace(self.settings.sampling.params, seed=seed)
 
     # -- the engine ------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start loading in the background, unless a running server has the engine."""
+    def start_loading(self) -> None:
+        """Set `thread` and start it: it loads the engine, or takes that of a running server."""
         config = self.settings.config
         served_by = served_engine(self._session, self.options)
 
@@ -98,29 +98,30 @@ class ChatModel:
                 return served_by
             from spd.runtime import Engine
 
-            with compiling(self._show_compiling):
+            with compiling(self._set_loading_label):
                 return Engine(config, progress=progress)
 
         self._loading_label = f"loading {as_line(self.name)}"
-        self.thread = EngineThread(build, lambda: [self.params(seed=0)])
+        self.thread = EngineThread(build, lambda: [self.sampling_params(seed=0)])
         self.thread.start()
 
-    def _show_compiling(self, text: str) -> None:
-        """Take the progress of compiling kernels as what loading does now."""
+    def _set_loading_label(self, text: str) -> None:
+        """Set the text that stands for loading, such as the progress of compiling kernels."""
         self._loading_label = text
 
     def close(self, seconds: float = 5.0) -> bool:
-        """Close the engine; False if its thread does not end in time."""
+        """Close the engine if there is one; False if its thread does not end within `seconds`."""
         return not hasattr(self, "thread") or self.thread.close(seconds)
 
     def reload(self, stopped: threading.Event, new_options: ChatOptions) -> None:
-        """Load with other options; on failure restore the old ones, which load in the background.
+        """Close the engine and load one with other options, showing its progress.
 
-        Raises what loading raises, and KeyboardInterrupt once `stopped` is set.
+        On failure the old options are restored, and their engine loads in the background. Raises
+        what checking and loading raise, and KeyboardInterrupt once `stopped` is set.
         """
         previous_options = self.options
         folder = self.folder
-        options = self._restore_drafter(new_options)
+        options = self._with_initial_drafter(new_options)
         self._apply_options(
             options,
             folder
@@ -129,7 +130,7 @@ class ChatModel:
         )
         self.close()
         try:
-            self.start()
+            self.start_loading()
             self.wait_until_loaded(lambda: not stopped.is_set())
             if stopped.is_set():
                 raise KeyboardInterrupt
@@ -137,11 +138,14 @@ class ChatModel:
         except (Exception, KeyboardInterrupt):
             self.close(ABANDON_SECONDS)
             self._apply_options(previous_options, folder)
-            self.start()
+            self.start_loading()
             raise
 
-    def _restore_drafter(self, options: ChatOptions) -> ChatOptions:
-        """Return the options with the initial drafter if model and method support it."""
+    def _with_initial_drafter(self, options: ChatOptions) -> ChatOptions:
+        """Return the options with the initial drafter if model and method support it, else without.
+
+        Without drafting, how many tokens to draft is left open too.
+        """
         from spd.runtime import takes_draft_model
 
         method, _ = split_spec(options.spec)
@@ -174,7 +178,7 @@ class ChatModel:
         return self.thread.engine().info
 
     def spec_text(self) -> str:
-        """Return the proposer and its number of drafts as text."""
+        """Return as text the proposer, its most drafts a round, and if that number adapts."""
         info = self.info
         limit_text = "" if info.spec == "off" else f", up to {info.draft_max}"
         return f"spec {info.spec}{limit_text}{', adaptive' if info.adaptive and limit_text else ''}"
@@ -195,8 +199,8 @@ class ChatModel:
             self._loading_label = f"loading {as_line(self.name)} · {progress_text}"
         return self._loading_label
 
-    def last_stats(self) -> Iterator[str]:
-        """Return lines of statistics of the last reply. Raises UsageError."""
+    def last_stats_lines(self) -> Iterator[str]:
+        """Return lines of statistics of the last reply. Raises UsageError if there is none."""
         if self.metrics is None or self.reply_info is None:
             raise UsageError("there is no reply yet", fix=["type a message"])
         return fact_lines(stats_facts(self.metrics, self.reply_info))

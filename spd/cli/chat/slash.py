@@ -96,7 +96,7 @@ class Commands:
     def do_undo(self, argument: str) -> None:
         """take back the last message and its reply"""
         turn = self._last_turn()
-        self._chat.update(self._chat.conversation.without_last())
+        self._chat.set_conversation(self._chat.conversation.without_last())
         self._chat.print_line(f"took back: {shorten(turn.user, 60)}")
 
     def do_regen(self, argument: str) -> None:
@@ -113,12 +113,12 @@ class Commands:
 
     def do_edit(self, argument: str) -> None:
         """rewrite the last message"""
-        self._chat.draft = self._last_turn().user
-        self._chat.update(self._chat.conversation.without_last())
+        self._chat.unsent_text = self._last_turn().user
+        self._chat.set_conversation(self._chat.conversation.without_last())
 
     def do_system(self, argument: str) -> None:
         """show the system message, or set it: /system TEXT"""
-        self._chat.update(self._chat.conversation.with_overrides(argument or None, None))
+        self._chat.set_conversation(self._chat.conversation.with_overrides(argument or None, None))
         self._chat.print_lines(f"system  {self._chat.conversation.system or '(none)'}".splitlines())
 
     def do_set(self, argument: str) -> None:
@@ -126,7 +126,9 @@ class Commands:
         changes = parse_settings(_split_arguments(argument), "/set")
         options = dataclasses.replace(self._chat.model.options, **changes)
         self._chat.model.update_options(options)
-        self._chat.update(self._chat.conversation.with_overrides(None, changes.get("seed")))
+        self._chat.set_conversation(
+            self._chat.conversation.with_overrides(None, changes.get("seed"))
+        )
         self._chat.print_lines(self._chat.model.sampling_lines())
 
     def do_spec(self, argument: str) -> None:
@@ -146,21 +148,21 @@ class Commands:
             spec=method,
             draft_max=int(draft_max) if draft_max else None,
         )
-        self._chat.reload(options)
+        self._chat.reload_model(options)
 
     def do_model(self, argument: str) -> None:
         """show the model, or load another and go on with this chat: /model NAME"""
         if argument:
-            self._chat.reload(dataclasses.replace(self._chat.model.options, model=argument))
+            self._chat.reload_model(dataclasses.replace(self._chat.model.options, model=argument))
         else:
             self._chat.print_lines(self._chat.model.summary_lines())
 
     def do_stats(self, argument: str) -> None:
         """a line of figures after each reply: /stats on|off; alone: all of the last"""
         if argument:
-            self._chat.stats = parse_value("/stats", "bool", argument)
+            self._chat.shows_stats = parse_value("/stats", "bool", argument)
         else:
-            self._chat.print_lines(self._chat.model.last_stats())
+            self._chat.print_lines(self._chat.model.last_stats_lines())
 
     def do_think(self, argument: str) -> None:
         """let the model think: /think on|off|hide, or at most so many tokens: /think N"""
@@ -170,15 +172,17 @@ class Commands:
     def do_file(self, argument: str) -> None:
         """put files in front of the next message: /file PATH…; none drops them; alone it lists them"""
         if argument == "none":
-            self._chat.attached = []
+            self._chat.attached_files = []
         else:
-            self._chat.attached += [(path, _read_file(path)) for path in _split_arguments(argument)]
+            self._chat.attached_files += [
+                (path, _read_file(path)) for path in _split_arguments(argument)
+            ]
         self._chat.print_attached()
 
     def do_load(self, argument: str) -> None:
         """continue a saved chat: /load NAME; alone it lists them, the latest first"""
         if argument:
-            self._chat.load(argument)
+            self._chat.load_saved(argument)
             return
         names = self._chat.store.names()
         for name in names:
@@ -199,7 +203,7 @@ class Commands:
 
 
 def _read_file(path: str) -> str:
-    """Return the text of a file.
+    """Return the text of a file; `~` stands for the home folder, `-` for a file of that name.
 
     Raises NotFoundError, and UsageError for a file that is not text.
     """
@@ -211,7 +215,10 @@ def _read_file(path: str) -> str:
 
 
 def _split_arguments(line: str) -> list[str]:
-    """Return the arguments of a command; quotes keep blanks together."""
+    """Return the arguments of a slash command; quotes keep blanks together.
+
+    Where a quote is not closed, quotes are letters.
+    """
     try:
         return shlex.split(line)
     except ValueError:

@@ -52,10 +52,13 @@ from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError, UsageError
 from spd.runtime.engine.request import Event
 
-EXAMPLE = """[{"name": "show", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}, \
+EXAMPLE_FILE = """[{"name": "show", \
+"parameters": {"type": "object", "properties": {"path": {"type": "string"}}}, \
 "command": ["cat", "{path}"]}]"""
+"""A valid file, shown beside an error."""
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
-TIMEOUT_SECONDS = 120.0
+"""A parameter's name in braces, in a word of a command."""
+COMMAND_SECONDS = 120.0
 """The time limit of a command."""
 MAX_OUTPUT_BYTES = 8 << 20
 """The limit of a command's output."""
@@ -75,9 +78,10 @@ _parse_tools = array_of(strict_object(_TOOL_FIELDS, "name", "command"), 128)
 
 
 class ChatTools:
-    """The tools of a file for one model.
+    """The tools of a file for one model; reads the file.
 
-    Raises UsageError naming file and field, and IncompatibleError.
+    Raises UsageError naming file and field, NotFoundError, and IncompatibleError if the model's
+    template has no place for tools.
     """
 
     def __init__(self, file: str, vocabulary: Vocabulary) -> None:
@@ -94,7 +98,7 @@ class ChatTools:
             fix = ["a model that knows tools", "leave --tools out"]
             raise IncompatibleError(message, fix=fix, code="no_tools")
         try:
-            tools = _parse_tools(read_json(file, EXAMPLE), "tools")
+            tools = _parse_tools(read_json(file, EXAMPLE_FILE), "tools")
             self._commands = {
                 tool["name"]: _checked_command(tool, f"tools[{index}]")
                 for index, tool in enumerate(tools)
@@ -103,12 +107,12 @@ class ChatTools:
             """The tools as chat templates get them."""
             self._tools = read_tools(self.definitions, template, self._tokenizer)
         except FieldError as error:
-            raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE]) from None
+            raise UsageError(f"{file}: {error.message}", fix=[EXAMPLE_FILE]) from None
 
     def parse_calls(self, turn: Turn, inside_thinking: bool) -> dict[str, Any] | None:
         """Return a reply as a message with its tool calls; None if it has none.
 
-        inside_thinking: as in `ThinkingSplitter`.
+        inside_thinking: the reply begins inside the model's thinking.
         """
         choice = ReplyBuilder(0, inside_thinking, self._tools, self._tokenizer, marks=self._marks)
         choice.add_event(Event("", turn.reply_ids, turn.reply or "", "stop"))
@@ -118,7 +122,10 @@ class ChatTools:
         return for_template(message, self._template) if choice.calls else None
 
     def run_call(self, call: Mapping[str, Any], guard: SignalGuard) -> tuple[dict[str, Any], bool]:
-        """Return the result of a call as a message, and False if the user did not allow it."""
+        """Run a call's command after asking; return the result as a message, and True if allowed.
+
+        For an unknown tool nothing is asked or run. Prints the first 200 characters of the result.
+        """
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         text = f"there is no tool {name}"
@@ -138,7 +145,11 @@ class ChatTools:
                 PLACEHOLDER.sub(lambda match: values[match[1]], word) for word in complete_words
             ]
             is_allowed = ask_consent(command, guard)
-            text = run_command(command, guard) if is_allowed else "the user did not allow this call"
+            text = (
+                run_tool_command(command, guard)
+                if is_allowed
+                else "the user did not allow this call"
+            )
         write_stderr_line(f"     {shorten(text, 200)}")
         return {
             "role": "tool",
@@ -148,10 +159,10 @@ class ChatTools:
         }, is_allowed
 
 
-def _checked_command(tool: Mapping[str, Any], name: str) -> Sequence[str]:
-    """Return a tool's command: a fixed program, and placeholders of its parameters.
+def _checked_command(tool: Mapping[str, Any], field: str) -> Sequence[str]:
+    """Return a tool's command: a fixed program, and placeholders of its parameters only.
 
-    Raises FieldError.
+    field: the tool's place in the file, for errors. Raises FieldError.
     """
     parameter_names = Arguments(tool.get("parameters", {})).names
     for index, word in enumerate(tool["command"]):
@@ -162,15 +173,16 @@ def _checked_command(tool: Mapping[str, Any], name: str) -> Sequence[str]:
                     if index
                     else "the program has to be fixed"
                 )
-                refuse(f"{name}.command[{index}]", reason)
+                refuse(f"{field}.command[{index}]", reason)
     command: Sequence[str] = tool["command"]
-    return command or refuse(f"{name}.command", "expected a program and its arguments")
+    return command or refuse(f"{field}.command", "expected a program and its arguments")
 
 
 def ask_consent(command: Sequence[str], guard: SignalGuard) -> bool:
-    """Show a command in full and ask whether to run it.
+    """Show a command in full and ask whether to run it; True if the user types yes.
 
-    Input typed before the question is dropped.
+    Input typed before the question is dropped. Ctrl-C means no. A command longer than
+    `MAX_COMMAND_LENGTH` is refused without asking.
     """
     line = as_line(shlex.join(command))
     visible = (
@@ -192,8 +204,8 @@ def ask_consent(command: Sequence[str], guard: SignalGuard) -> bool:
     return False
 
 
-def _descendants(process: int) -> set[int]:
-    """Return the ids of all descendants of a process; empty without /proc (Linux)."""
+def _descendant_pids(process: int) -> set[int]:
+    """Return the process ids of all descendants of a process; empty without /proc (Linux)."""
     processes = {process}
     parents = dict[int, int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -206,13 +218,14 @@ def _descendants(process: int) -> set[int]:
         processes |= children
 
 
-def run_command(command: Sequence[str], guard: SignalGuard) -> str:
-    """Return a command's stdout and stderr, and how it ended if that was not success.
+def run_tool_command(command: Sequence[str], guard: SignalGuard) -> str:
+    """Run a command; return its stdout and stderr, and how it ended if that was not success.
 
     It gets no input. Ctrl-C, the time limit and too much output kill it with all its descendants.
+    The middle of an output longer than `MODEL_OUTPUT_LIMIT` is left out.
     """
     stopped = threading.Event()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + COMMAND_SECONDS
     output = bytearray()
     note = ""
     try:
@@ -242,9 +255,10 @@ def run_command(command: Sequence[str], guard: SignalGuard) -> str:
                 if stopped.is_set():
                     note = "it was stopped"
                 elif time.monotonic() > deadline or len(output) > MAX_OUTPUT_BYTES:
-                    note = f"it was ended: more than {TIMEOUT_SECONDS:g} s, or {MAX_OUTPUT_BYTES >> 20} MiB"
+                    limits = f"{COMMAND_SECONDS:g} s, or {MAX_OUTPUT_BYTES >> 20} MiB"
+                    note = f"it was ended: more than {limits}"
         finally:
-            descendants = _descendants(process.pid)
+            descendants = _descendant_pids(process.pid)
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             for descendant in descendants:

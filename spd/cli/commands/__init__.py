@@ -31,6 +31,7 @@ COMMAND_TABLE: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """The module of each command and its line in the list of commands; its help is its docstring."""
 COMMANDS = tuple(COMMAND_TABLE)
+"""The names of all commands, in the order of the help."""
 
 
 class CommandBody(NamedTuple):
@@ -41,7 +42,7 @@ class CommandBody(NamedTuple):
 
     @classmethod
     def find(cls, name: str) -> CommandBody:
-        """Import a command."""
+        """Import the module of a command; return the command's function and options."""
         module = import_module(f"{__name__}.{COMMAND_TABLE[name][0]}")
         body = getattr(module, name.replace("-", "_"))
         return cls(body, getattr(module, body.__annotations__["options"]))
@@ -50,9 +51,11 @@ class CommandBody(NamedTuple):
 def run_command(
     session: Session, body: CommandBody, values: dict[str, Any], typed: Collection[str]
 ) -> int | None:
-    """Run a command with the parsed values of its options.
+    """Run a command with the parsed values of its options; return its exit status, None for 0.
 
-    typed: names of the values that were on the command line.
+    Colour, -q and -v are applied to the session. `values` is changed in place: --set is split into
+    parameters, and the model argument becomes the model. typed: names of the values that were on
+    the command line. Raises UsageError, and what the command raises.
     """
     from spd.cli.options import merge_model_argument, parse_settings, separate_served_model
 

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.bench_table import SCHEMA, BenchResult, bench_text
+from spd.cli.bench_table import BENCH_SCHEMA, BenchResult, bench_lines
 from spd.cli.options import (
     DRAFT_MODEL_HELP,
     ModelArgument,
@@ -34,19 +34,28 @@ if TYPE_CHECKING:
     from spd.runtime.lab import EncodedPrompt, Prompt, Settings, Sweep
 
 
-def split_list(text: str, flag: str) -> list[str]:
-    """Return the distinct members of a comma list. Raises UsageError for an empty member."""
+def split_comma_list(text: str, flag: str) -> list[str]:
+    """Return the distinct members of a comma list in order. Raises UsageError for an empty member.
+
+    flag: the option that holds the list, for errors.
+    """
     members = [member.strip() for member in text.split(",")]
     if not all(members):
         raise UsageError(f"{flag} {text!r} has an empty member", fix=[f"{flag} A,B"])
     return list(dict.fromkeys(members))
 
 
-def parse_numbers(
+def parse_number_list(
     text: str, flag: str, annotation: Literal["int", "float"], low: float, high: float
 ) -> list[float]:
-    """Return the distinct numbers of a comma list. Raises UsageError for one out of bounds."""
-    values = [float(parse_value(flag, annotation, member)) for member in split_list(text, flag)]
+    """Return the distinct numbers of a comma list in order.
+
+    flag: the option that holds the list, for errors. Raises UsageError for a member that is empty,
+    no number, or not from `low` to `high`.
+    """
+    values = [
+        float(parse_value(flag, annotation, member)) for member in split_comma_list(text, flag)
+    ]
     for value in values:
         if not low <= value <= high:
             raise UsageError(
@@ -55,24 +64,29 @@ def parse_numbers(
     return list(dict.fromkeys(values))
 
 
-def parse_temperatures(text: str) -> list[float]:
-    """Return the distinct temperatures of a comma list. Raises UsageError."""
-    return parse_numbers(text=text, flag="--temperature", annotation="float", low=0, high=100)
+def parse_temperature_list(text: str) -> list[float]:
+    """Return the distinct temperatures of a comma list, each from 0 to 100. Raises UsageError."""
+    return parse_number_list(text=text, flag="--temperature", annotation="float", low=0, high=100)
 
 
 def requested_prompts(path: Path | None, category: str | None = None) -> tuple[Prompt, ...]:
-    """Return the prompts of a file, or two of each category of spd's own."""
+    """Read the prompts of a file, or two of each category of spd's own, and return them.
+
+    category: a comma list of categories; None takes all. Raises what reading and choosing raise.
+    """
     from spd.runtime.lab import BUILTIN_PROMPTS, read_prompts, select_prompts
 
-    categories = split_list(category, "--category") if category is not None else None
+    categories = split_comma_list(category, "--category") if category is not None else None
     prompts: tuple[Prompt, ...] = select_prompts(
         read_prompts(path or BUILTIN_PROMPTS), categories, None if path else 2
     )
     return prompts
 
 
-TOKENIZER_SAMPLE = 2000  # leading characters of each prompt, by which tokenizers are compared
-SHARED_FIELDS = (
+TOKENIZER_SAMPLE_CHARACTERS = (
+    2000  # leading characters of each prompt, by which tokenizers are compared
+)
+SHARED_CONFIG_FIELDS = (
     "device",
     "dtype",
     "quantize",
@@ -158,11 +172,13 @@ def bench(session: Session, options: BenchOptions) -> None:
     check_plot(options.plot)
     settings = _sweep_settings(options)
     sink = Sink.stdout()
-    configs_by_model = {model: sweep_configs(options, model) for model in model_list(options.model)}
+    configs_by_model = {
+        model: sweep_configs(options, model) for model in split_models(options.model)
+    }
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
         lengths = [
-            parse_size(size) for size in split_list(options.prompt_tokens, "--prompt-tokens")
+            parse_size(size) for size in split_comma_list(options.prompt_tokens, "--prompt-tokens")
         ]
     prompts = requested_prompts(options.prompts, options.category)
     configs: list[EngineConfig] = []
@@ -197,34 +213,41 @@ def bench(session: Session, options: BenchOptions) -> None:
 
 
 def _sweep_settings(options: BenchOptions) -> Settings:
-    """Return temperatures, loads and limits of the sweep. Raises UsageError."""
+    """Return the temperatures, loads, most tokens and repetitions of the sweep.
+
+    Raises UsageError.
+    """
     from spd.runtime.lab import Load, Settings
 
-    slots = parse_numbers(
+    slots = parse_number_list(
         text=options.concurrency, flag="--concurrency", annotation="int", low=1, high=1024
     )
     rates: Sequence[float | None] = [None]
     if options.rate is not None:
-        rates = parse_numbers(
+        rates = parse_number_list(
             text=options.rate, flag="--rate", annotation="float", low=1e-3, high=1e4
         )
     return Settings(
-        temperatures=tuple(parse_temperatures(options.temperature)),
+        temperatures=tuple(parse_temperature_list(options.temperature)),
         loads=tuple(Load(int(count), rate) for count, rate in product(slots, rates)),
         **{name: getattr(options, name) for name in ("max_tokens", "repetitions", "ignore_eos")},
     )
 
 
-def model_list(text: str) -> list[str]:
-    """Return the models of a comma list.
+def split_models(text: str) -> list[str]:
+    """Return the distinct models of a comma list. Raises UsageError for an empty member.
 
     An existing path is one model, even with a comma in its name.
     """
-    return [text] if Path(text).expanduser().exists() else split_list(text, "--model")
+    return [text] if Path(text).expanduser().exists() else split_comma_list(text, "--model")
 
 
 def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConfig]:
-    """Return the configurations of a model: one plain per machine setting, then drafting ones."""
+    """Return the configurations of a model: one plain per machine setting, then drafting ones.
+
+    Finds the folders of the model and the draft model. Raises what this raises, and UsageError for
+    options that no configuration can have.
+    """
     from spd.formats.folder import ModelFolder
     from spd.runtime import takes_draft_model
 
@@ -232,7 +255,7 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
         model=ModelFolder.resolve(model),
         prefix_sharing=False,  # a repeated prompt would skip its prefill
         spec="off",
-        **{name: getattr(options, name) for name in SHARED_FIELDS},
+        **{name: getattr(options, name) for name in SHARED_CONFIG_FIELDS},
     )
     machines = [
         replace(base, **changes) for changes in _option_combinations(options, MACHINE_SETTINGS)
@@ -280,12 +303,15 @@ def sweep_configs(options: BenchOptions, model: str = "demo") -> list[EngineConf
 
 
 def _option_combinations(options: BenchOptions, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Return every combination of the members of options that are lists, by option."""
+    """Return each combination of members of the comma lists `names`: a value for each option.
+
+    Raises UsageError for an empty member or one that the option cannot have.
+    """
     annotations = {field.name: str(field.type) for field in fields(EngineConfig)}
     axes = []
     for name in names:
         flag = "--" + name.replace("_", "-")
-        members = split_list(getattr(options, name), flag)
+        members = split_comma_list(getattr(options, name), flag)
         axes.append([parse_value(flag, annotations[name], member) for member in members])
     return (dict(zip(names, values, strict=True)) for values in product(*axes))
 
@@ -297,7 +323,7 @@ def have_same_tokens(sweep: Sweep) -> bool:
     folders = [ModelFolder.from_path(model) for model in {config.model for config in sweep.configs}]
     if len(folders) == 1:
         return True
-    samples = [question.prompt.text[:TOKENIZER_SAMPLE] for question in sweep.prompts[0]]
+    samples = [question.prompt.text[:TOKENIZER_SAMPLE_CHARACTERS] for question in sweep.prompts[0]]
     encoded_samples = [
         [folder.tokenizer.encode(text) for text in samples] if folder.tokenizer else None
         for folder in folders
@@ -306,8 +332,8 @@ def have_same_tokens(sweep: Sweep) -> bool:
 
 
 def _write_results(options: BenchOptions, result: BenchResult, sink: Sink) -> None:
-    """Print the result, and write and plot it to the files of the options."""
-    sink.write_result(options.json, result, bench_text(result, sink.glyphs()))
+    """Print the result as text or JSON; write it to --output, and a picture of it to --plot."""
+    sink.write_result(options.json, result, bench_lines(result, sink.glyphs()))
     if options.output is not None:
         with closing(Sink(options.output)) as file:
             file.write(to_json(result) + "\n")
@@ -326,7 +352,7 @@ def bench_result(
     from spd.runtime.lab import describe_machine, make_rows
 
     return {
-        "schema": SCHEMA,
+        "schema": BENCH_SCHEMA,
         "model": options.model,
         "versions": versions(),
         "machine": describe_machine(),

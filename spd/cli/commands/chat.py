@@ -23,12 +23,12 @@ def chat(session: Session, options: ChatOptions) -> int:
 
     check_reply_options(options)
     sink = Sink.stdout()
-    interactive = is_terminal(sys.stdin)
-    if interactive and not sink.is_terminal:
+    is_interactive = is_terminal(sys.stdin)
+    if is_interactive and not sink.is_terminal:
         message = "spd chat needs a terminal on both sides, and standard output is not one"
         fix = ['spd generate "your prompt"', "spd chat < messages.txt, one message a line"]
         raise UsageError(message, fix=fix, code="no_terminal")
-    if options.tools is not None and not (interactive and is_terminal(sys.stderr)):
+    if options.tools is not None and not (is_interactive and is_terminal(sys.stderr)):
         message = (
             "--tools asks before it runs anything, and standard input or error is not a terminal"
         )
@@ -40,7 +40,7 @@ def chat(session: Session, options: ChatOptions) -> int:
     with closing(SessionStore(session.state_folder / "sessions")) as store:
         chat_loop = Chat(session, options, sink, store)
         try:
-            return chat_loop.run(Commands(chat_loop), interactive)
+            return chat_loop.run(Commands(chat_loop), is_interactive)
         finally:
             if session.guard.received is None:  # after a signal the process ends at once
                 chat_loop.model.close()

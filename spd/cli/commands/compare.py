@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spd.cli.bench_table import SCHEMA, SLOWER_MARK, BenchResult, Columns, row_table
+from spd.cli.bench_table import BENCH_SCHEMA, SLOWER_MARK, BenchResult, Columns, row_table
 from spd.cli.options import JsonOptions, argument, main_option
 from spd.cli.terminal.console import Session
 from spd.cli.terminal.sink import Sink
@@ -45,7 +45,7 @@ def compare(session: Session, options: CompareOptions) -> None:
             "a comparison needs two results or more", fix=["spd compare A.json B.json"]
         )
     first_path, *later_paths = options.files
-    results = [read_result(path) for path in options.files]
+    results = [read_bench_result(path) for path in options.files]
     comparisons = [
         {
             "before": str(first_path),
@@ -82,7 +82,7 @@ def _no_common_rows_error(results: Sequence[BenchResult]) -> UsageError:
 
 
 def _comparison_lines(comparison: dict[str, Any]) -> list[str]:
-    """Return the lines of one comparison."""
+    """Return lines of a comparison: files, differing conditions, a table, and rows of one only."""
     figures: Columns = (
         ("before", lambda row: f"{row['before']:.1f}"),
         ("after", lambda row: f"{row['after']:.1f}"),
@@ -100,14 +100,17 @@ def _comparison_lines(comparison: dict[str, Any]) -> list[str]:
     return [*lines, *(f"{count} rows only in the {where}" for count, where in only if count)]
 
 
-def read_result(path: Path) -> BenchResult:
-    """Return a result that `spd bench -o FILE` wrote. Raises NotFoundError and UsageError."""
+def read_bench_result(path: Path) -> BenchResult:
+    """Read and check a result that `spd bench -o FILE` wrote.
+
+    Raises NotFoundError and UsageError.
+    """
     fix = ["spd bench -o FILE writes one"]
     try:
         value = json.loads(read_input(path, fix[0]))
         schema = value["schema"]
-        if schema != SCHEMA:
-            raise ValueError(f"schema {schema!r}, expected {SCHEMA}")
+        if schema != BENCH_SCHEMA:
+            raise ValueError(f"schema {schema!r}, expected {BENCH_SCHEMA}")
         # This reads every field that a comparison reads.
         _comparison_lines({"before": "", "after": "", **compare_results(value, value, 0.0)})
     except (

@@ -59,9 +59,10 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
 
 
 def _write_head(session: Session, plan: HeadPlan, destination: Path) -> list[str]:
-    """Write the folder, which gets its name once it is complete.
+    """Write the head's folder; return the names of its tables that differ from the target's.
 
-    Return names of the head's own tables.
+    The folder gets its name once it is complete. Shows progress. Raises CheckpointError if the
+    source changed meanwhile, and what writing raises.
     """
     from spd.formats.mtp import find_differing_copies, make_head_config
 
@@ -87,9 +88,9 @@ def _write_head(session: Session, plan: HeadPlan, destination: Path) -> list[str
 def _head_facts(
     plan: HeadPlan, source: str, destination: Path, own_tables: list[str] | None
 ) -> dict[str, object]:
-    """Return the JSON object, with every tensor by name.
+    """Return the JSON object of `spd convert-mtp`, with every tensor by name.
 
-    own_tables: tables that differ from the target's; None if nothing was written.
+    own_tables: names of tables that differ from the target's; None if nothing was written.
     """
     return {
         "schema": "spd.convert-mtp/1",

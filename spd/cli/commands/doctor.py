@@ -57,7 +57,8 @@ def doctor(session: Session, options: DoctorOptions) -> int:
     return 1 if num_failed else 0
 
 
-FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
+COMPLETION_SCRIPT_FILES = {"bash": "spd.bash", "zsh": "_spd", "fish": "spd.fish"}
+"""The file of each shell's completion script."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -74,5 +75,5 @@ def completions(session: Session, options: CompletionOptions) -> None:
       eval "$(spd completions bash)"
       spd completions fish > ~/.config/fish/completions/spd.fish
     """
-    script = Path(__file__).parent.with_name("completions") / FILES[options.shell]
+    script = Path(__file__).parent.with_name("completions") / COMPLETION_SCRIPT_FILES[options.shell]
     Sink.stdout().write(script.read_text(encoding="utf-8"))

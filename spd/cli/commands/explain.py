@@ -46,7 +46,7 @@ def explain(session: Session, options: ExplainOptions) -> None:
     traces = [read_trace(path) for path in options.files]
     models = {trace.header.model for trace in traces}
     drafting_methods = {
-        _drafting_method(trace.header)
+        _drafting_settings_text(trace.header)
         for trace in traces
         if any(record.k for record in trace.rounds)
     }
@@ -62,7 +62,7 @@ def explain(session: Session, options: ExplainOptions) -> None:
         plot_explanation(explanation, options.plot)
 
 
-def _drafting_method(header: TraceHeader) -> str:
+def _drafting_settings_text(header: TraceHeader) -> str:
     """Return the settings that decide acceptance besides k, as text."""
     plan = header.plan
     parts = [plan.get("spec"), f"--verify {plan.get('verify')}", f"T {header.temperature:g}"]
@@ -74,7 +74,7 @@ def _drafting_method(header: TraceHeader) -> str:
 def _estimate_cells(
     name: str, estimate: Estimate, explanation: Explanation, mark: str
 ) -> list[str]:
-    """Return a row of the table of predictions."""
+    """Return the cells of a row of the table of predictions; `mark` is the last one."""
     return [
         name,
         f"{estimate.round_ms:.2f}",
@@ -89,9 +89,9 @@ def _estimate_cells(
 def explanation_lines(
     explanation: Explanation, columns: int, glyphs: BarGlyphs | None
 ) -> list[str]:
-    """Return the table of the run and of predictions, acceptance by position, and the paragraph.
+    """Return lines: a table of the run and predictions, acceptance by position, and a paragraph.
 
-    glyphs: characters of bars; None prints acceptance without bars.
+    columns: the width in cells. glyphs: characters of bars; None lists acceptance without bars.
     """
     shown_counts = {0, 1, 2, 3, 4, 6, 8, 12, 16, len(explanation.prospects) - 1}
     shown_counts |= {explanation.k, explanation.best.k}

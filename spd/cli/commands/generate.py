@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from spd.cli.engine import load, print_notes, print_run_notes
+from spd.cli.engine import load_engine, print_notes, print_run_notes
 from spd.cli.options import GenerateOptions
 from spd.cli.terminal.console import Session, write_stderr_line
 from spd.cli.terminal.sink import Sink, check_writable, to_json
@@ -48,7 +48,10 @@ def generate(session: Session, options: GenerateOptions) -> int:
 
 
 def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> int:
-    """Answer one prompt with an engine of this process, or show the prompt with --dry-run."""
+    """Answer one prompt with an engine of this process, or show the prompt with --dry-run.
+
+    Returns the exit status. Writes the trace if one was asked for.
+    """
     from spd.cli.prompt_input import read_prompt, suggest_cut
     from spd.cli.reply_view import GenerateRun
     from spd.cli.run_settings import plan_settings
@@ -65,7 +68,7 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
             options=options, context=settings.context, text=text, request=request, sink=sink
         )
         return 0
-    engine = load(
+    engine = load_engine(
         session.console,
         options.model,
         settings.config,
@@ -96,7 +99,7 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
 def _generate_served(
     session: Session, options: GenerateOptions, sink: Sink, engine: ServedEngine
 ) -> int:
-    """Answer one prompt with the engine of a running server."""
+    """Answer one prompt with the engine of a running server; return the exit status."""
     from spd.cli.prompt_input import read_grammar, read_prompt, suggest_cut
     from spd.cli.reply_view import GenerateRun
     from spd.cli.run_settings import requested_sampling
@@ -119,7 +122,7 @@ def _generate_served(
 
 
 def _record_trace(engine: Engine, model: str, request: Request, trace: Sink) -> None:
-    """Write a trace: a line about the run now, and one for each later round."""
+    """Write a line about the run to a trace, and make the engine write one for each later round."""
     from spd.runtime.lab import TraceHeader
 
     def write_record(line: TraceHeader | RoundRecord) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 """Context lengths whose memory is reported, up to the model's maximum."""
 Facts = dict[str, Any]
+"""An object of the JSON output."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -55,12 +56,12 @@ def inspect(session: Session, options: InspectOptions) -> None:
     folder = ModelFolder.resolve(name)
     # Templates render in another process, which starts meanwhile.
     threading.Thread(target=template_state, args=(folder,), daemon=True).start()
-    target = describe(name, folder)
+    target = describe_model(name, folder)
     result: Facts = {"schema": "spd.inspect/1", "target": target}
     if options.draft is not None:
         draft = ModelFolder.resolve(options.draft)
         if not is_mtp_head(draft):  # its configuration is the target's
-            result["draft"] = describe(options.draft, draft)
+            result["draft"] = describe_model(options.draft, draft)
     choice = _choose_drafter(folder, draft)
     refusal = None
     if draft is not None:
@@ -84,8 +85,11 @@ def inspect(session: Session, options: InspectOptions) -> None:
         raise refusal
 
 
-def describe(name: str, folder: ModelFolder) -> Facts:
-    """Return the JSON object of one model folder. Raises CheckpointError."""
+def describe_model(name: str, folder: ModelFolder) -> Facts:
+    """Return the JSON object of one model folder, whose headers and small files are read.
+
+    "template" is None in it, to be set later. Raises CheckpointError.
+    """
     from spd.runtime import unused_tensors
     from spd.runtime.plan.memory import position_bytes, state_bytes
 
@@ -128,9 +132,9 @@ def describe(name: str, folder: ModelFolder) -> Facts:
 
 
 def mtp_facts(folder: ModelFolder) -> Facts | None:
-    """Return the JSON object of the checkpoint's MTP head, held or lost.
+    """Return the JSON object of the checkpoint's MTP head, which may be declared and absent.
 
-    None if none is declared.
+    None if there is none and none is declared.
     """
     from spd.formats.mtp import declared_module_count, find_mtp_source
     from spd.runtime import DTYPE_BYTES, check_source, module_position_elements
@@ -185,7 +189,7 @@ def head_facts(config: ModelConfig) -> Facts | None:
 
 
 def template_state(folder: ModelFolder) -> str:
-    """Return the state of the chat template: none, renders, or does not render, with the error."""
+    """Render a message by the chat template, and return as text if it did so; else why not."""
     try:
         if folder.template is None:
             return "none: use --raw"
@@ -198,7 +202,7 @@ def template_state(folder: ModelFolder) -> str:
 def _choose_drafter(
     folder: ModelFolder, draft: ModelFolder | None, method: str = "auto"
 ) -> Drafter | SpdError:
-    """Return the drafter that small files and headers determine, or the error of such a run."""
+    """Return the drafter of a method as small files and headers determine it, or its error."""
     from spd.runtime import choose_drafter
 
     try:
@@ -238,7 +242,10 @@ def speculation_facts(
 
 
 def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
-    """Return the bytes and longest context of weights as stored and as rounded at load."""
+    """Return for each value of --quantize the bytes of the weights and the longest context.
+
+    Values that the model or its drafter cannot have are left out.
+    """
     from spd.runtime import longest_context, machine_from_driver, resolve_plan
     from spd.runtime.plan.memory import measure
 
@@ -256,9 +263,9 @@ def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
 
 
 def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
-    """Return the memory of one request at several contexts.
+    """Return the JSON object of the memory of one request, at the planned and at several contexts.
 
-    Without the drafter if it cannot run.
+    It is without the drafter if that cannot run.
     """
     from spd.runtime import (
         at_context,
@@ -312,7 +319,7 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
 
 def context_facts(shape: EngineShape, usable: int) -> Facts:
-    """Return the memory of a shape at its context, and with --kv int8."""
+    """Return the bytes of a shape as it is and with --kv int8, and if they fit `usable` bytes."""
     from spd.runtime.plan.memory import measure
 
     total = measure(shape).total

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from spd.cli.engine import load, print_run_notes
+from spd.cli.engine import load_engine, print_run_notes
 from spd.cli.options import GenerateOptions
 from spd.cli.prompt_input import read_shared_prompt
 from spd.cli.reply_view import reply_failure, reply_fields
@@ -81,7 +81,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     remaining_lines = lines[num_done:]
     if remaining_lines:
         served = served_engine(session, options, settings.config.slots)
-        engine = served or load(session.console, options.model, settings.config)
+        engine = served or load_engine(session.console, options.model, settings.config)
         slots = engine.info.slots
         if len(remaining_lines) > slots:
             engine.capture_ahead([settings.sampling.params], concurrency=slots)

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.cli.commands.bench import parse_temperatures, requested_prompts, split_list
+from spd.cli.commands.bench import parse_temperature_list, requested_prompts, split_comma_list
 from spd.cli.commands.verify_options import VerifyOptions
 from spd.cli.options import is_url
 from spd.cli.parser import parse_value
@@ -88,7 +88,7 @@ def _verify_model(session: Session, options: VerifyOptions) -> None:
     from spd.runtime import lab
 
     _check_options(options)
-    temperatures = parse_temperatures(options.temperature)
+    temperatures = parse_temperature_list(options.temperature)
     candidate = replace(
         engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
     )
@@ -184,7 +184,9 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
     """
     changes: dict[str, Any] = {}
     annotations = {field.name: str(field.type) for field in fields(config)}
-    for member in split_list(re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"):
+    for member in split_comma_list(
+        re.sub(r"(spec\s*=[^,]*),\s*ngram\b", r"\1+ngram", text), "--against"
+    ):
         name, equals, value = member.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if not equals or name not in SETTING_NAMES:

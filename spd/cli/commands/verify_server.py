@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from spd.cli.commands.bench import parse_temperatures, requested_prompts
+from spd.cli.commands.bench import parse_temperature_list, requested_prompts
 from spd.cli.commands.verify_options import VerifyOptions
 from spd.cli.options import is_url
 from spd.cli.signals import Interrupted
@@ -77,7 +77,7 @@ def verify_server(session: Session, options: VerifyOptions) -> None:
     prompts = requested_prompts(options.prompts)
     settings = make_settings(
         prompts,
-        parse_temperatures(options.temperature),
+        parse_temperature_list(options.temperature),
         sorted({1, concurrency}),
         max_tokens=options.max_tokens,
         min_tokens=options.tokens,
