@@ -38,21 +38,22 @@ COMMAND_LINE_ONLY = frozenset(
     | {"resume", "version", "yes", "host", "detach", "status", "no-server", "tools"}
 )
 """Options of a single run, and every consent: no file may set them."""
-FILE_LIMIT = 65_536  # bytes: a system message or two
+MAX_CONFIG_BYTES = 65_536  # bytes: a system message or two
 
 OptionValue = list[str] | bool | str
 """A value of an option as Typer takes it from a map of defaults."""
 
 
 def read_defaults(command: str, path: Path) -> dict[str, OptionValue]:
-    """Return the defaults of a file for a command, by parameter name.
+    """Read a file and return its defaults for a command, by parameter name.
 
-    The command's own table takes precedence over the top level. Raises UsageError.
+    The command's own table takes precedence over the top level. Raises UsageError for a file that
+    cannot be read, an unknown option, and one that has to be typed.
     """
-    loaded = _load(path)
+    loaded = _load_toml(path)
     if not loaded:
         return {}
-    params = _options_of(command)
+    params = _options_by_name(command)
     table = loaded.get(command)
     command_table = table if isinstance(table, dict) else {}  # `verify` is a command and an option
     values: dict[str, object] = {}
@@ -62,8 +63,8 @@ def read_defaults(command: str, path: Path) -> dict[str, OptionValue]:
                 raise _config_error(path, f"[{key}] is not a command")
         elif key in params.keys() | COMMAND_LINE_ONLY:
             values[key] = value
-        elif not any(key in _options_of(name) for name in COMMANDS):
-            all_options = {option for name in COMMANDS for option in _options_of(name)}
+        elif not any(key in _options_by_name(name) for name in COMMANDS):
+            all_options = {option for name in COMMANDS for option in _options_by_name(name)}
             raise _unknown_key_error(path, f"no command has an option --{key}", key, all_options)
     for key in command_table:
         if key not in params:
@@ -84,8 +85,8 @@ def _as_typed(param: TyperOption, value: object) -> OptionValue:
     return str(value)
 
 
-def _options_of(name: str) -> dict[str, TyperOption]:
-    """Return the options of a command by their long names without dashes."""
+def _options_by_name(name: str) -> dict[str, TyperOption]:
+    """Import a command and return its options by their long names without dashes."""
     from typer.core import TyperGroup, TyperOption
     from typer.main import get_command
 
@@ -99,10 +100,10 @@ def _options_of(name: str) -> dict[str, TyperOption]:
     }
 
 
-def _load(path: Path) -> dict[str, object]:
-    """Return the tables and keys of a TOML file. Raises UsageError."""
+def _load_toml(path: Path) -> dict[str, object]:
+    """Read a TOML file and return its tables and keys. Raises UsageError."""
     try:
-        data = read_input(path, "SPD_CONFIG=FILE that is there", FILE_LIMIT)
+        data = read_input(path, "SPD_CONFIG=FILE that is there", MAX_CONFIG_BYTES)
         return dict(tomllib.loads(data.decode("utf-8-sig")))
     except UnicodeDecodeError:
         raise _config_error(path, "is not TOML: it is not UTF-8 text") from None

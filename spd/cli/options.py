@@ -24,7 +24,7 @@ from spd.cli.parser import (
     OUTPUT_PANEL,
     bad_value,
     normalize_spec,
-    parse_size,
+    parse_token_count,
     parse_value,
 )
 from spd.errors import UsageError
@@ -36,8 +36,11 @@ DRAFT_MODEL_HELP = "A smaller model, an MTP or EAGLE-3 head, a block drafter or 
 MAX_PATHS = 200  # in a completion
 
 
-def model_names(incomplete: str) -> list[str]:
-    """Return completions for a model: demos, stored models and GGUF files; never raise."""
+def model_completions(incomplete: str) -> list[str]:
+    """Return completions for a model: demos, stored models, and files and folders; never raise.
+
+    incomplete: what is typed; only files and folders are chosen by it.
+    """
     from spd.formats.demo import DEMOS
 
     try:
@@ -52,7 +55,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def _complete_paths(incomplete: str) -> list[str]:
-    """Return GGUF files that begin with `incomplete`, and folders unless it is empty."""
+    """Return GGUF files whose paths begin with `incomplete`, and folders unless it is empty."""
     folder, name = incomplete.rpartition("/")[::2]
     folder = folder + "/" if "/" in incomplete else ""
     paths = []
@@ -69,7 +72,7 @@ def _complete_paths(incomplete: str) -> list[str]:
 
 
 def spec_names(incomplete: str) -> list[str]:
-    """Return completions for a method."""
+    """Return the names of all methods, single and combined; `incomplete` is ignored."""
     return [*METHODS, *ARBITRATED]
 
 
@@ -78,7 +81,7 @@ COMPLETERS: dict[str | None, Callable[[str], list[str]] | Callable[[], list[str]
     "METHODS": spec_names,
     THINK_METAVAR: lambda: ["on", "off", "hide"],
 }
-COMPLETERS |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…"), model_names)
+COMPLETERS |= dict.fromkeys(("MODEL", "MODEL…", "MODEL,…"), model_completions)
 """Completion functions by the metavar of an option or argument."""
 
 
@@ -121,6 +124,7 @@ input_option = partial(option, INPUT_PANEL)
 output_option = partial(option, OUTPUT_PANEL)
 advanced_option = partial(option, ADVANCED_PANEL)
 model_option = partial(option, MODEL_PANEL)
+"""Each returns the field of an option in one panel of the help."""
 
 
 def parse_spec(text: str) -> str:
@@ -140,7 +144,10 @@ def parse_spec(text: str) -> str:
 
 
 def parse_think(text: str, name: str = "--think") -> str:
-    """Return the value of --think or /think: a word or a number of tokens. Raises UsageError."""
+    """Return a value of --think or /think as it is.
+
+    Raises UsageError unless it is a word or a number. name: the option or command, for errors.
+    """
     if text not in ("auto", "on", "off", "hide") and not re.fullmatch("[0-9]{1,9}", text):
         typed = f"{name} {text}".rstrip()
         raise UsageError(
@@ -230,7 +237,7 @@ def merge_model_argument(values: dict[str, Any], typed: Collection[str]) -> None
 
 
 def merge_model_arguments(arguments: Sequence[str] | None, model: str) -> list[str]:
-    """Return the models of a command that takes several: arguments and --model.
+    """Return the models of a command that takes several: arguments, then --model unless empty.
 
     Raises UsageError for none.
     """
@@ -297,7 +304,7 @@ class RunOptions(EngineOptions):
     """Options of `generate`, `chat` and `serve`."""
 
     ctx: int | None = model_option(
-        None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_size
+        None, "N", "Context in tokens: 8k. Default: the model's.", parser=parse_token_count
     )
     memory_fraction: float = advanced_option(
         0.9, "F", "Share of device memory to use, above 0 to 1. Default: 0.9."
@@ -396,10 +403,11 @@ class GenerateOptions(ReplyOptions):
     )
 
 
-def parse_settings(assignments: Sequence[str], flag: str = "--set") -> dict[str, Any]:
-    """Return fields of SamplingOptions from `name=value` texts, by their types; lists grow.
+def parse_sampling_settings(assignments: Sequence[str], flag: str = "--set") -> dict[str, Any]:
+    """Return fields of SamplingOptions from `name=value` texts, converted to the fields' types.
 
-    flag: the option for messages. Raises UsageError.
+    Several values of a list are joined; an empty value, `auto` or `default` gives the field's
+    default. flag: the option, for errors. Raises UsageError.
     """
     annotations = {
         field.name: str(field.type)

@@ -43,6 +43,7 @@ SET_NAMES = (
 )
 """Sampling parameters that other tools have as options and spd has under --set."""
 PROMPT_FIX = 'spd generate "your prompt"'
+"""What to type instead of another tool's option for the prompt."""
 OPTION_FIXES: Mapping[str, str] = MappingProxyType(
     {
         "-p": PROMPT_FIX,
@@ -76,7 +77,7 @@ MIN_SIMILARITY = 0.75
 
 
 def refuse_foreign_option(name: str) -> None:
-    """Raise the error for a well-known option that spd lacks: IncompatibleError or UsageError."""
+    """Raise IncompatibleError or UsageError if `name` is a well-known option that spd lacks."""
     if name in BEAM_OPTIONS:
         raise IncompatibleError(
             f"{name}: spd has no beam search",
@@ -110,19 +111,22 @@ def similar_options(name: str, options: Sequence[str]) -> list[str]:
 
 
 def bad_value(message: str) -> Exception:
-    """Return Typer's error for the value of an option."""
+    """Return Typer's error for the value of an option, a BadParameter."""
     import typer  # slow to import, and only errors need it
 
     return typer.BadParameter(message)
 
 
 def normalize_spec(text: str) -> str:
-    """Return methods joined by a plus with lookup last; they are not checked."""
+    """Return methods, typed with commas or plus signs, joined by a plus with lookup last.
+
+    They are not checked.
+    """
     return "+".join(sorted((part.strip() for part in re.split("[,+]", text)), key="ngram".__eq__))
 
 
-def parse_size(text: str) -> int:
-    """Return a count such as 4096, 8k or 32K (k = 1024). Raises BadParameter."""
+def parse_token_count(text: str) -> int:
+    """Return a number of tokens such as 4096, 8k or 32K (k = 1024). Raises BadParameter."""
     match = re.fullmatch(r"([0-9]{1,12})([kK]?)", text.strip())
     if match is None:
         raise bad_value(f"{text!r} is not a number of tokens such as 4096, 8k or 32k")

@@ -46,14 +46,14 @@ def parse_plain(
     """
     fields = [field for field in dataclasses.fields(options) if "option" in field.metadata]
     try:
-        values = _parse(fields, argv)
+        values = _parse_words(fields, argv)
         typed = frozenset(values)
         for field in fields:
             text = environ.get(field.metadata["option"].get("envvar") or "")
             if text and field.name not in values:
-                values[field.name] = _convert(field, text)
+                values[field.name] = _convert_text(field, text)
             elif field.name not in values:
-                values[field.name] = _default(field)
+                values[field.name] = _default_value(field)
     except Exception:  # Typer finds the fault again, and words it
         return None
     return PlainArguments(values, typed)
@@ -72,9 +72,9 @@ def option_names(options: type[Any]) -> frozenset[str]:
     return frozenset(all_names)
 
 
-def _parse(fields: Sequence[dataclasses.Field[Any]], argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values that were typed. Raises an exception for all that is not plain."""
-    switches = _switches(fields)
+def _parse_words(fields: Sequence[dataclasses.Field[Any]], argv: Sequence[str]) -> dict[str, Any]:
+    """Return the typed values by field. Raises an exception of any kind for what is not plain."""
+    switches = _switches_by_name(fields)
     arguments = iter([field for field in fields if field.metadata["names"] is None])
     values: dict[str, Any] = {}
     words = iter(argv)
@@ -83,12 +83,12 @@ def _parse(fields: Sequence[dataclasses.Field[Any]], argv: Sequence[str]) -> dic
             field = next(arguments)
             if "list" in str(field.type):
                 raise _NotPlainError
-            values[field.name] = _convert(field, word)
+            values[field.name] = _convert_text(field, word)
             continue
         name, equals, text = word.partition("=") if word.startswith("--") else (word, "", "")
         field, value = switches[name]
         if value is None:
-            converted = _convert(field, text if equals else next(words))
+            converted = _convert_text(field, text if equals else next(words))
             is_list = "list" in str(field.type)
             values[field.name] = [*values.get(field.name, ()), converted] if is_list else converted
         elif equals:
@@ -100,8 +100,11 @@ def _parse(fields: Sequence[dataclasses.Field[Any]], argv: Sequence[str]) -> dic
     return values
 
 
-def _switches(fields: Sequence[dataclasses.Field[Any]]) -> dict[str, _Switch]:
-    """Return the options by each of their names. Raises _NotPlainError for one that is unusual."""
+def _switches_by_name(fields: Sequence[dataclasses.Field[Any]]) -> dict[str, _Switch]:
+    """Return the options by each of their names; those with an optional value are left out.
+
+    Raises _NotPlainError for an option with settings that are not known here.
+    """
     switches = {}
     for field in fields:
         names = field.metadata["names"]
@@ -121,7 +124,7 @@ def _switches(fields: Sequence[dataclasses.Field[Any]]) -> dict[str, _Switch]:
     return switches
 
 
-def _convert(field: dataclasses.Field[Any], text: str) -> Any:
+def _convert_text(field: dataclasses.Field[Any], text: str) -> Any:
     """Return text as a value of a field. Raises an exception where it is none."""
     settings = field.metadata["option"]
     annotation = str(field.type)
@@ -140,7 +143,7 @@ def _convert(field: dataclasses.Field[Any], text: str) -> Any:
     return number
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def _default_value(field: dataclasses.Field[Any]) -> Any:
     """Return the default of a field. Raises _NotPlainError for a required one."""
     if field.default is dataclasses.MISSING:
         raise _NotPlainError

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from spd.runtime.lab import Explanation
 
-FORMATS = (".svg", ".png")
-INSTALL = "pip install 'spd[plot]'"
-PLOT_HELP = f"Draw it as .svg or .png, after {INSTALL}."
-WIDTH = 7.0  # inches of a panel
+PICTURE_SUFFIXES = (".svg", ".png")
+INSTALL_COMMAND = "pip install 'spd[plot]'"
+PLOT_HELP = f"Draw it as .svg or .png, after {INSTALL_COMMAND}."
+PANEL_INCHES = 7.0  # inches of a panel
 MIN_DRAFTS = 10  # drafts at a position from which on its acceptance is drawn
 LINE_STYLES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D", "v", "x")
@@ -39,17 +39,22 @@ MARKERS = ("o", "s", "^", "D", "v", "x")
 The colour stands for the method.
 """
 Panel = Callable[["Axes"], None]
+"""A function that draws one plot of a picture."""
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise UsageError early for a plot that could not be drawn after minutes of work."""
+    """Raise an error early for a picture that could not be written after minutes of work.
+
+    UsageError for its suffix or without matplotlib, else what `check_writable` raises. None is
+    fine.
+    """
     if path is None:
         return
-    if path.suffix.lower() not in FORMATS:
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
         raise UsageError(f"--plot {path}: a picture is .svg or .png", fix=["--plot speed.svg"])
     if find_spec("matplotlib") is None:
         message = "--plot needs matplotlib, which is not installed"
-        raise UsageError(message, fix=[INSTALL], code="no_matplotlib")
+        raise UsageError(message, fix=[INSTALL_COMMAND], code="no_matplotlib")
     check_writable(path)
 
 
@@ -68,7 +73,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     panels: list[Panel] = [partial(_draw_speeds, rows, names)]
     if any(any(row["drafted_per_position"]) for row in rows):
         panels.append(partial(_draw_acceptance, rows, names))
-    _save(panels, max(3.5, 1.5 + 0.36 * len(rows)), path)
+    _write_picture(panels, max(3.5, 1.5 + 0.36 * len(rows)), path)
 
 
 def _draw_speeds(rows: Sequence[Row], names: Sequence[str], axes: Axes) -> None:
@@ -149,7 +154,10 @@ def _category_indices(names: Sequence[str]) -> list[int]:
 
 
 def plot_explanation(explanation: Explanation, path: Path) -> None:
-    """Draw predicted speed by number of drafts, acceptance by position, and parts of a round."""
+    """Write a picture of predicted speed by number of drafts, acceptance, and a round's parts.
+
+    Raises ResourceError if it cannot be written.
+    """
 
     def draw_draft_counts(axes: Axes) -> None:
         """Draw predicted tokens a second by number of drafts, with the speed of the run."""
@@ -190,7 +198,7 @@ def plot_explanation(explanation: Explanation, path: Path) -> None:
         axes.set_xlabel("ms")
         axes.set_title(f"a round of this run: {explanation.now.round_ms:.2f} ms")
 
-    _save(
+    _write_picture(
         [
             draw_draft_counts,
             *([draw_acceptance] if explanation.acceptance else []),
@@ -214,8 +222,11 @@ def _style_acceptance(axes: Axes) -> None:
     axes.set_title("acceptance by position")
 
 
-def _save(panels: Sequence[Panel], height: float, path: Path) -> None:
-    """Draw panels side by side and write the file. Raises ResourceError if it cannot be written."""
+def _write_picture(panels: Sequence[Panel], height: float, path: Path) -> None:
+    """Draw panels side by side, each `height` inches high, and write the file.
+
+    Raises ResourceError.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -230,7 +241,7 @@ def _save(panels: Sequence[Panel], height: float, path: Path) -> None:
             "figure.dpi": 120,
         }
     ):
-        figure = Figure(figsize=(WIDTH * len(panels), height), layout="constrained")
+        figure = Figure(figsize=(PANEL_INCHES * len(panels), height), layout="constrained")
         for number, draw in enumerate(panels, 1):
             draw(figure.add_subplot(1, len(panels), number))
         is_svg = path.suffix.lower() == ".svg"

@@ -33,12 +33,12 @@ LEAST_TOKEN_BYTES = 2
 
 
 def read_prompt(options: GenerateOptions, context: int) -> Prompt:
-    """Return the prompt that the options name. Raises UsageError and NotFoundError.
+    """Read the prompt that the options name and return it. Raises UsageError and NotFoundError.
 
     context: tokens, by which the fix for too large a file says what to cut.
     """
     if options.prompt_ids is not None:
-        return Prompt(ids=_parse_ids(options.prompt_ids))
+        return Prompt(ids=_parse_token_ids(options.prompt_ids))
     shared = read_shared_prompt(options)
     if options.messages is not None:
         return shared
@@ -49,26 +49,29 @@ def read_prompt(options: GenerateOptions, context: int) -> Prompt:
 
 
 def read_shared_prompt(options: GenerateOptions) -> Prompt:
-    """Return what precedes a prompt: a chat or the system message, and the template's variables."""
+    """Read what precedes a prompt: a chat or the system message, and the template's variables.
+
+    Raises UsageError and NotFoundError.
+    """
     variables = template_variables(options)
     messages = () if options.messages is None else read_messages(options.messages)
-    system = system_text(options.system)
+    system = read_system_text(options.system)
     if system is not None:
         messages = ({"role": "system", "content": system},)
     return Prompt(messages=messages, variables=variables)
 
 
 def _read_prompt_text(options: GenerateOptions, context: int) -> str:
-    """Return stdin, files and the argument, joined by blank lines.
+    """Read stdin and files; return their texts and the argument, joined by blank lines.
 
     The final newline of each is dropped, but for the text that --raw continues. Raises UsageError.
     """
     files = options.file or []
     stdin = sys.stdin
-    parts = [_read_part(name, context) for name in files]
+    parts = [_read_prompt_part(name, context) for name in files]
     is_piped = stdin is not None and not stdin.closed and not is_terminal(stdin)
     if is_piped and "-" not in files and options.system != "@-":
-        piped_text = _read_part("-", context)
+        piped_text = _read_prompt_part("-", context)
         if piped_text:
             parts.insert(0, piped_text)
     if options.prompt is not None:
@@ -83,8 +86,12 @@ def _read_prompt_text(options: GenerateOptions, context: int) -> str:
     return "\n\n".join([*cut, *parts[files_end:]])
 
 
-def _read_part(name: str, context: int) -> str:
-    """Return the text of a file or stdin. The fix for one that is too large passes on its end."""
+def _read_prompt_part(name: str, context: int) -> str:
+    """Read the text of a file or stdin (-).
+
+    The fix of the error for a too large one passes its end. context: tokens, by which that fix
+    chooses how many bytes to pass.
+    """
     try:
         return read_text(name)
     except UsageError as error:
@@ -139,7 +146,10 @@ def _cut_command(name: str, size: int) -> str:
 
 
 def read_text(name: str) -> str:
-    """Return the text of a file or stdin (-): at most 64 MiB of UTF-8, without a BOM."""
+    """Read a file or stdin (-) and return its text: at most 64 MiB of UTF-8, without a BOM.
+
+    Raises UsageError and NotFoundError.
+    """
     if not name:
         raise UsageError("the name of a file is empty", fix=["name a file, or - for stdin"])
     if name != "-" and os.path.isdir(name):
@@ -147,8 +157,11 @@ def read_text(name: str) -> str:
     return read_input_text(name, "check the path; - reads stdin")
 
 
-def system_text(value: str | None) -> str | None:
-    """Return the text of -s, or with @ that of a file. Raises UsageError and NotFoundError."""
+def read_system_text(value: str | None) -> str | None:
+    """Return the text of -s, read from a file after @; None for None.
+
+    Raises UsageError and NotFoundError.
+    """
     if value is None:
         return None
     return check_text(
@@ -156,7 +169,7 @@ def system_text(value: str | None) -> str | None:
     )
 
 
-def _parse_ids(text: str) -> tuple[int, ...]:
+def _parse_token_ids(text: str) -> tuple[int, ...]:
     """Return token ids separated by commas or blanks. Raises UsageError."""
     with suppress(ValueError):
         ids = tuple(int(word) for word in text.replace(",", " ").split())
@@ -168,9 +181,10 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 
 
 def template_variables(options: ReplyOptions) -> dict[str, Any]:
-    """Return the variables for the chat template: JSON values (true, 3), else texts.
+    """Return the variables for the chat template: those of --template-arg, and enable_thinking.
 
-    Raises UsageError.
+    The former are JSON values (true, 3), else texts; the latter follows from --think. Raises
+    UsageError.
     """
     variables: dict[str, Any] = {}
     for assignment in options.template_arg or ():
@@ -190,7 +204,10 @@ def template_variables(options: ReplyOptions) -> dict[str, Any]:
 
 
 def read_json(name: str, example: str) -> Any:
-    """Return the JSON value of a file, or of stdin (-). Raises UsageError with an example."""
+    """Read the JSON value of a file, or of stdin (-).
+
+    example: the fix for a text that is not JSON. Raises UsageError and NotFoundError.
+    """
     try:
         return json.loads(read_text(name))
     except (ValueError, RecursionError) as error:
@@ -199,9 +216,9 @@ def read_json(name: str, example: str) -> Any:
 
 
 def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the chat of a JSON file: a list of messages, or an object with `messages`.
+    """Read and check the chat of a JSON file: a list of messages, or an object with `messages`.
 
-    Raises UsageError.
+    Raises UsageError and NotFoundError.
     """
     loaded = read_json(name, EXAMPLE_CHAT)
     source = "stdin" if name == "-" else name
@@ -211,8 +228,8 @@ def read_messages(name: str) -> tuple[Mapping[str, Any], ...]:
 def read_grammar(options: GenerateOptions) -> GrammarSpec | None:
     """Return the schema, regex or Lark grammar of --schema or --grammar; None without either.
 
-    Each is given inline or by a file. Only that a schema is JSON is checked here. Raises UsageError
-    and NotFoundError.
+    A schema or Lark grammar is given inline or read from a file. Only that a schema is JSON is
+    checked here. Raises UsageError and NotFoundError.
     """
     schema = options.schema
     if schema is not None:

@@ -24,7 +24,7 @@ LOST_MESSAGE = f"error: rank 0: {NO_ANSWER}\n"
 
 
 def main() -> None:
-    """Serve as the rank that the JSON line on standard input describes."""
+    """Serve as the rank that the JSON line on standard input describes, then end the process."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # rank 0 decides what they mean
     spec: RankSpec = json.loads(sys.stdin.buffer.readline())
@@ -44,9 +44,9 @@ def _watch_parent() -> None:
 
 
 def _exit_rank(spec: RankSpec, status: int) -> None:
-    """End this process.
+    """End this process; before that, kill a rank 0 that is its parent and hangs.
 
-    Before that, kill a rank 0 that is its parent and hangs, and print its error.
+    Rank 1 writes the error to rank 0's standard error.
     """
     if status == EXIT_LEADER_LOST and os.getppid() == spec.get("leader"):
         with suppress(OSError):
@@ -56,8 +56,12 @@ def _exit_rank(spec: RankSpec, status: int) -> None:
     os._exit(status)
 
 
-def run_rank(rank: int, argv: list[str], local: str) -> int:
-    """Serve rank 0's engines under torchrun until it has ended; return the exit status."""
+def run_rank(rank: int, argv: list[str], local_rank: str) -> int:
+    """Start a process for each engine of rank 0 until that has ended; return the exit status.
+
+    argv: the command line, which starts nothing for a command without engines. local_rank: the
+    number of the GPU on this machine. Prints an error if rank 0 is lost.
+    """
     from spd.runtime import start_rank_process  # imports torch
 
     if not any(word in ENGINE_COMMANDS for word in argv):
@@ -74,7 +78,7 @@ def run_rank(rank: int, argv: list[str], local: str) -> int:
             if crew_spec is not None:
                 crew_number += 1
                 if rank < crew_spec["tp"]:
-                    device = "cpu" if crew_spec["device"] == "cpu" else f"cuda:{local}"
+                    device = "cpu" if crew_spec["device"] == "cpu" else f"cuda:{local_rank}"
                     processes.append(
                         start_rank_process({**crew_spec, "rank": rank, "device": device})
                     )

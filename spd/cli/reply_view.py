@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 DIM = "2"
 GREEN = "32"
 UNDERLINE = "4"
+"""Parameters of ANSI styles."""
 Facts = dict[str, int | str | list[int]]
 """Counts of a reply by their names in text."""
 
@@ -74,11 +75,11 @@ class ReplyView:
     """Writes one reply; `splitter` may have been fed a beginning that was shown before.
 
     Thinking is written dimmed to standard error if that is a terminal, unless `hidden`; nowhere
-    else. `drafted` colours drafts on a terminal, `markdown` renders the answer there; without both
-    the answer is plain text.
+    else. `drafted_splitter` colours drafts on a terminal, `markdown` renders the answer there;
+    without both the answer is plain text.
     """
 
-    drafted: DraftedTextSplitter | None = None
+    drafted_splitter: DraftedTextSplitter | None = None
     markdown: MarkdownStream | None = None
 
     def __init__(
@@ -96,12 +97,14 @@ class ReplyView:
         """Takes how many tokens of the prompt are prefilled, and how many there are."""
         self._last_thinking_letter = ""
         """The last letter of thinking that was written; empty before any."""
-        self.at_row_start = True
+        self.is_at_row_start = True
 
     def write_event(self, event: Event) -> None:
-        """Write the text of one round."""
+        """Write the text of one event."""
         for text, drafted in (
-            self.drafted.split_event(event) if self.drafted else [(event.text, False)]
+            self.drafted_splitter.split_event(event)
+            if self.drafted_splitter
+            else [(event.text, False)]
         ):
             self.write_text(text, drafted)
 
@@ -111,7 +114,7 @@ class ReplyView:
         self._end_thinking()
         if self.markdown is not None:
             self._sink.write_styled(self.markdown.finish())
-        elif not self.at_row_start:
+        elif not self.is_at_row_start:
             self._sink.write("\n")
 
     def write_text(self, text: str, drafted: bool = False, *, final: bool = False) -> None:
@@ -127,8 +130,8 @@ class ReplyView:
                 self._last_thinking_letter = part[-1]
             elif part and not thinking:
                 self._end_thinking()
-                self.at_row_start = part.endswith("\n")
-                self._write(part, drafted)
+                self.is_at_row_start = part.endswith("\n")
+                self._write_answer(part, drafted)
 
     def _end_thinking(self) -> None:
         """Write a blank line between thinking and the answer, once."""
@@ -137,7 +140,8 @@ class ReplyView:
             write_stderr("\n" if self._last_thinking_letter == "\n" else "\n\n")
         self._last_thinking_letter = ""
 
-    def _write(self, text: str, drafted: bool) -> None:
+    def _write_answer(self, text: str, drafted: bool) -> None:
+        """Write a part of the answer: rendered, in the style of drafts, or plain."""
         if self.markdown is not None:
             safe_text = escape_controls(text.replace("\r\n", "\n"), CONTROL)
             self._sink.write_styled(self.markdown.feed(safe_text))
@@ -157,7 +161,7 @@ def _styled_lines(text: str, style: str) -> str:
 class GenerateRun:
     """Runs the request of `spd generate`; writes text, or token ids if there is no tokenizer.
 
-    inside_thinking: as in `ThinkingSplitter`.
+    inside_thinking: the reply begins inside the model's thinking; None if it has no thinking marks.
     """
 
     session: Session
@@ -174,55 +178,58 @@ class GenerateRun:
         hidden = self.options.think == "hide"
         self._view = ReplyView(self.session.console, self.sink, splitter, hidden=hidden)
         self.engine.prefilling = self._view.report_prefill
-        self._view.at_row_start = False  # an empty reply is one line, too
-        self._streaming = self.engine.has_tokenizer and not self.options.json
+        self._view.is_at_row_start = False  # an empty reply is one line, too
+        self._is_streaming = self.engine.has_tokenizer and not self.options.json
 
     def run(self) -> int:
-        """Decode and write the reply; return the exit status.
+        """Decode and write the reply, close sink and engine, and return the exit status.
 
-        Raises Interrupted between writes only.
+        Raises Interrupted between writes only, EngineError and IncompleteError.
         """
         with closing(self.sink):
             try:
                 self.engine.add(self.request)
                 for events in drive(self.engine.step, lambda: self.engine.has_work):
                     for event in events:
-                        with self.session.guard.defer():
-                            self._take(event)
-                    self.session.guard.check()
+                        with self.session.guard.defer_signals():
+                            self._take_event(event)
+                    self.session.guard.raise_if_received()
             except Interrupted:
-                self._abort()
+                self._abort_request()
                 self._write_reply_end()
                 raise
             except Exception:
                 if not self.options.json and (self.reply.text or self.reply.token_ids):
                     self._write_text_end()
                 raise
-            with self.session.guard.defer():
+            with self.session.guard.defer_signals():
                 self._write_reply_end()
         self.engine.close()
         return self._exit_status()
 
-    def _take(self, event: Event) -> None:
-        """Add an event to the reply, and write it if streaming."""
+    def _take_event(self, event: Event) -> None:
+        """Add an event to the reply, and write it if streaming.
+
+        Raises OutputClosed without a reader.
+        """
         self.reply.add(event)
-        if self._streaming:
+        if self._is_streaming:
             self._view.write_event(event)
         self.sink.check_reader()
 
-    def _abort(self) -> None:
-        """Abort the request and collect the text that the engine still buffers, if it can."""
+    def _abort_request(self) -> None:
+        """Abort the request and take the text that the engine still buffers, if it can give it."""
         with suppress(Exception):  # the signal may have come anywhere inside the engine
             self.engine.abort(self.request.id)
             for event in self.engine.step():
-                self._take(event)
+                self._take_event(event)
         self.reply.finish_reason = "abort"
 
     def _write_text_end(self) -> None:
         """Write text that was not streamed, and end the text with one newline."""
         if not self.engine.has_tokenizer:
             self._view.write_text(",".join(map(str, self.reply.token_ids)))
-        elif not self._streaming:
+        elif not self._is_streaming:
             self._view.write_text(self.reply.text)
         self._view.finish()
 
@@ -238,13 +245,13 @@ class GenerateRun:
             metrics=metrics,
             engine=self.engine,
             request=request,
-            inside=self.inside_thinking,
+            inside_thinking=self.inside_thinking,
             marks=self.marks,
         )
         if options.json:
             result = {"schema": "spd.generate/1", "model": options.model, **fields}
             result |= {"params": vars(request.params), "plan": self.engine.info.plan}
-            self.sink.write(to_json({**result, "versions": versions()}) + "\n")
+            self.sink.write(to_json({**result, "versions": package_versions()}) + "\n")
         else:
             self._write_text_end()
         for note in (
@@ -258,7 +265,7 @@ class GenerateRun:
             write_stderr_line(stats_line(metrics))
 
     def _exit_status(self) -> int:
-        """Return the exit status of a finished reply. Raises EngineError and IncompleteError."""
+        """Return the exit status of a finished reply; raise its error, or print it with --json."""
         failure = reply_failure(self.reply, self.request)
         if failure is None:
             return 0
@@ -278,7 +285,7 @@ def reply_failure(reply: RequestOutput, request: Request) -> SpdError | None:
         reason = ["What came before the fault was printed."]
         return EngineError(message, reason=reason, fix=[fix])
     if reply.error is not None and reply.finish_reason in ("stop", "length"):
-        explanation, fix = _early_end(reply, request)
+        explanation, fix = _early_end_reason(reply, request)
         return IncompleteError(f"{reply.error}: {explanation}", fix=[fix])
     return None
 
@@ -307,16 +314,16 @@ def reply_fields(
     metrics: RequestMetrics,
     engine: EngineClient,
     request: Request,
-    inside: bool | None,
+    inside_thinking: bool | None,
     marks: ThinkingMarks = KNOWN_MARKS,
 ) -> ReplyFields:
-    """Return the JSON fields of a reply; `inside_thinking` as in `ThinkingSplitter`."""
-    reasoning, text = split_thinking(reply.text, inside, marks)
+    """Return the JSON fields of a reply; `inside_thinking`: it begins in the model's thinking."""
+    reasoning, text = split_thinking(reply.text, inside_thinking, marks)
     params = request.params
-    speculation = engine_speculation(engine.info, metrics)
+    speculation = speculation_fields(engine.info, metrics)
     details = {"reasoning_tokens": 0}
     if reasoning is not None and engine.tokenizer is not None:
-        count = ThinkingCounter(inside, engine.tokenizer.token_bytes, marks)
+        count = ThinkingCounter(inside_thinking, engine.tokenizer.token_bytes, marks)
         count.add(reply.token_ids)
         details["reasoning_tokens"] = count.tokens
     fields: ReplyFields = {
@@ -336,7 +343,7 @@ def reply_fields(
     return fields
 
 
-def engine_speculation(info: EngineInfo, metrics: RequestMetrics) -> Mapping[str, object]:
+def speculation_fields(info: EngineInfo, metrics: RequestMetrics) -> Mapping[str, object]:
     """Return the JSON object of a request's speculation metrics."""
     imposes_acceptance = info.imposes_acceptance
     return metrics.speculative_decoding(info.spec, info.draft_max, imposed=imposes_acceptance)
@@ -348,12 +355,12 @@ def unanswered_note(fields: ReplyFields, reply: RequestOutput, request: Request)
         return None
     if fields["reasoning"] is None or fields["text"]:
         return None
-    reason, _ = _early_end(reply, request)
+    reason, _ = _early_end_reason(reply, request)
     return f"{UNANSWERED}: {reason}"
 
 
-def _early_end(reply: RequestOutput, request: Request) -> tuple[str, str]:
-    """Return the cause of an early end of a reply, and what to type instead."""
+def _early_end_reason(reply: RequestOutput, request: Request) -> tuple[str, str]:
+    """Return why a reply ended before it was complete, and what to type instead."""
     if reply.finish_reason == "stop":
         return "a stop text or token came", "leave --stop out, or name another text"
     limit = request.params.max_tokens
@@ -363,15 +370,15 @@ def _early_end(reply: RequestOutput, request: Request) -> tuple[str, str]:
     return "the context is full", f"{bounds}, or a larger --ctx"
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of spd, Python and the libraries that take part."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of spd, Python and those of torch, tokenizers and triton installed."""
     import importlib.metadata  # imported here, as it takes a tenth of the start time
 
-    package_versions = {"spd": __version__, "python": sys.version.partition(" ")[0]}
+    found_versions = {"spd": __version__, "python": sys.version.partition(" ")[0]}
     for name in ("torch", "tokenizers", "triton"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            package_versions[name] = importlib.metadata.version(name)
-    return package_versions
+            found_versions[name] = importlib.metadata.version(name)
+    return found_versions
 
 
 def stats_line(metrics: RequestMetrics) -> str:
@@ -400,7 +407,7 @@ def stats_line(metrics: RequestMetrics) -> str:
 
 
 def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> Mapping[str, Facts]:
-    """Return all counts of a reply by group and name."""
+    """Return the counts, times and rates of a reply by group and name."""
     prompt: Facts = {
         "new tokens": metrics.prompt_tokens - metrics.cached_tokens,
         "cached tokens": metrics.cached_tokens,

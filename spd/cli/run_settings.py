@@ -76,7 +76,10 @@ ENGINE_OPTIONS = (
 
 
 def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> Settings:
-    """Return the settings of a run from the model's small files; check all that needs no prompt."""
+    """Read the model's small files, check all that needs no prompt, and return a run's settings.
+
+    Starts the process that renders the chat template. Raises what reading and checking raise.
+    """
     from spd.conversation.settings import Settings
     from spd.conversation.thinking import thinking_budget
     from spd.conversation.vocabulary import open_vocabulary
@@ -112,14 +115,17 @@ def plan_settings(options: ReplyOptions, folder: ModelFolder | None = None) -> S
 
 
 def _start_template(folder: ModelFolder) -> None:
-    """Start what renders the chat template: it takes as long as the tokenizer, beside it."""
+    """Start the process that renders the chat template: it starts while the tokenizer is read."""
     with suppress(SpdError):  # a faulty file is refused where it is needed
         if folder.template is not None:
             folder.template.start()
 
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:
-    """Return the engine configuration of the options. Raises what EngineConfig raises."""
+    """Return the engine configuration of the options; the draft model's folder is found for it.
+
+    Raises what this and EngineConfig raise.
+    """
     draft_model = None
     if options.draft_model is not None:
         from spd.formats.folder import ModelFolder
@@ -171,13 +177,13 @@ def check_conflicts(options: GenerateOptions) -> None:
     """Raise UsageError for the first combination of options that is refused."""
     for name, other_names, reason in CONFLICTS:
         for other_name in other_names:
-            if _is_set(options, name) and _is_set(options, other_name):
+            if _is_option_set(options, name) and _is_option_set(options, other_name):
                 raise _conflict_error(
-                    f"{_option_name(name)} and {_option_name(other_name)}: {reason}"
+                    f"{_typed_name(name)} and {_typed_name(other_name)}: {reason}"
                 )
     for name, other_names, reason, fix in REQUIREMENTS:
-        if _is_set(options, name) and not any(
-            _is_set(options, other_name) for other_name in other_names
+        if _is_option_set(options, name) and not any(
+            _is_option_set(options, other_name) for other_name in other_names
         ):
             raise _conflict_error(reason, fix)
     check_reply_options(options)
@@ -215,20 +221,21 @@ def check_reply_options(options: ReplyOptions) -> None:
     sets_thinking = any(
         assignment.startswith("enable_thinking=") for assignment in options.template_arg or ()
     )
-    if sets_thinking and _is_set(options, "think"):
+    if sets_thinking and _is_option_set(options, "think"):
         raise _conflict_error("--think and --template-arg enable_thinking say the same thing twice")
 
 
-def _is_set(options: ReplyOptions, name: str) -> bool:
+def _is_option_set(options: ReplyOptions, name: str) -> bool:
     """True if an option differs from its default: typed, in a file, or by --set."""
     value = getattr(options, name)
     return bool(value != getattr(type(options), name) and value != [])
 
 
-def _option_name(name: str) -> str:
+def _typed_name(name: str) -> str:
     """Return a field's name as it is typed."""
     return "PROMPT" if name == "prompt" else f"--{name.replace('_', '-')}"
 
 
 def _conflict_error(message: str, fix: str = "leave one of them out") -> UsageError:
+    """Return the error for options that exclude each other."""
     return UsageError(message, fix=[fix], code="conflict")

@@ -28,9 +28,9 @@ STATUS_SCHEMA = "spd.serve.status/1"
 
 
 def control_servers(session: Session, model: str | None, *, stop: bool, as_json: bool) -> int:
-    """Print the status of servers, or stop them and wait. Raises NotFoundError if none runs.
+    """Print the status of servers, or stop them and wait; return 0.
 
-    model: only the servers of this model; None means all.
+    Raises NotFoundError if none runs. model: only the servers of this model; None means all.
     """
     server_infos = []
     for connection, server_info in list(find_servers(session.runtime_folder, session.console.note)):
@@ -43,9 +43,12 @@ def control_servers(session: Session, model: str | None, *, stop: bool, as_json:
         raise NotFoundError("no server runs", fix=["spd serve --detach"], code="no_server")
     if stop:
         for server_info in server_infos:
-            _stop(server_info)
+            _stop_server(server_info)
     elif as_json:
-        result = {"schema": STATUS_SCHEMA, "servers": [_status(info) for info in server_infos]}
+        result = {
+            "schema": STATUS_SCHEMA,
+            "servers": [_status_object(info) for info in server_infos],
+        }
         Sink.stdout().write(to_json(result) + "\n")
     else:
         for server_info in server_infos:
@@ -53,7 +56,7 @@ def control_servers(session: Session, model: str | None, *, stop: bool, as_json:
     return 0
 
 
-def _status(server_info: Mapping[str, Any]) -> dict[str, Any]:
+def _status_object(server_info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON object of --status for one server."""
     names = ("model", "url", "pid", "slots", "running", "requests", "memory_bytes", "idle_seconds")
     plan = server_info["plan"]
@@ -79,8 +82,8 @@ def _status_line(server_info: Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def _stop(server_info: Mapping[str, Any]) -> None:
-    """Stop a server and wait until it has ended."""
+def _stop_server(server_info: Mapping[str, Any]) -> None:
+    """Print which server is stopped, end it by SIGTERM and wait until its process has ended."""
     write_stderr_line(f"stopping {server_info['model']} at {server_info['url']}")
     command_line = Path(f"/proc/{server_info['pid']}/cmdline")
     with suppress(FileNotFoundError, ProcessLookupError):
@@ -90,9 +93,9 @@ def _stop(server_info: Mapping[str, Any]) -> None:
 
 
 def start_detached(session: Session, model: str) -> int:
-    """Start a server in the background and return when it is ready.
+    """Start a server of this command line in the background; print its log when it is ready.
 
-    Return 0, or the exit status of a server that ended, after printing its log.
+    Return 0, or the exit status of a server that ended.
     """
     import subprocess
 
@@ -123,9 +126,9 @@ def start_detached(session: Session, model: str) -> int:
 
 
 def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> ServedEngine | None:
-    """Return the engine of a running server that fits the options, with `slots`.
+    """Connect to the first running server that fits the options and has `slots`; None if none does.
 
-    None if none does.
+    Writes with -v why a server is not used.
     """
     if options.no_server:
         return None

@@ -22,6 +22,7 @@ from spd.errors import EngineError
 from spd.runtime.engine.clock import exclude
 
 Handler = Callable[[int, FrameType | None], object] | int | None
+"""A signal's handler as `signal.getsignal` returns it."""
 TerminalMode = list[int | list[bytes | int]]
 """Attributes of a terminal as `termios.tcgetattr` returns them."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -45,6 +46,7 @@ class SignalGuard:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        """The number of the signal that has come."""
         self._defer_depth = 0
         self._previous_handlers: dict[int, Handler] = {}
         self._previous_thread_hook = threading.excepthook
@@ -52,7 +54,10 @@ class SignalGuard:
         self._terminal_mode = terminal_mode()
 
     def install(self) -> None:
-        """Install the handlers; a signal that the parent process ignores stays ignored."""
+        """Install handlers of SIGINT, SIGTERM and SIGTSTP, and a hook for unraisable exceptions.
+
+        A signal that the parent process ignores stays ignored.
+        """
         sys.unraisablehook = self._ignore_restore_races
         for signum in STOP_SIGNALS:
             with suppress(ValueError):  # not in the main thread: the caller keeps its own handlers
@@ -78,9 +83,9 @@ class SignalGuard:
             self._previous_unraisable_hook(fault)
 
     def _on_stop_signal(self, signum: int, frame: FrameType | None) -> None:
-        """Record the signal and raise Interrupted, or leave that to the end of `defer`.
+        """Record the signal, print that spd stops, and raise Interrupted.
 
-        The next signal ends the process.
+        Inside `defer_signals` its end raises it. The next signal ends the process.
         """
         for watched in self._previous_handlers.keys() & set(STOP_SIGNALS):
             signal.signal(watched, signal.SIG_DFL)
@@ -109,14 +114,14 @@ class SignalGuard:
             termios.tcsetattr(0, termios.TCSANOW, mode)
 
     @contextmanager
-    def defer(self) -> Iterator[None]:
-        """Run the block to its end before a signal may unwind."""
+    def defer_signals(self) -> Iterator[None]:
+        """Run the block to its end; then raise Interrupted if a signal has come meanwhile."""
         self._defer_depth += 1
         try:
             yield
         finally:
             self._defer_depth -= 1
-        self.check()
+        self.raise_if_received()
 
     @contextmanager
     def intercept_sigint(self, action: Callable[[], None]) -> Iterator[None]:
@@ -129,6 +134,7 @@ class SignalGuard:
             return
 
         def handle(signum: int, frame: FrameType | None) -> None:
+            """Call the action, and let the next SIGINT unwind."""
             signal.signal(signal.SIGINT, self._on_stop_signal)
             action()
 
@@ -139,8 +145,11 @@ class SignalGuard:
             if self.received is None:
                 signal.signal(signal.SIGINT, previous_handler)
 
-    def check(self) -> None:
-        """Raise Interrupted if a signal has come, even if a callback swallowed its exception."""
+    def raise_if_received(self) -> None:
+        """Raise Interrupted if a signal has come, even if a callback swallowed its exception.
+
+        Inside `defer_signals` nothing is raised.
+        """
         if self.received is not None and not self._defer_depth:
             raise Interrupted(self.received)
 
@@ -172,7 +181,7 @@ def _has_job_control() -> bool:
 def terminal_mode() -> TerminalMode | None:
     """Return the attributes of the terminal at standard input.
 
-    None unless it is in the foreground.
+    None unless spd is in its foreground.
     """
     with suppress(OSError, ValueError, termios.error):
         if os.tcgetpgrp(0) == os.getpgrp():
@@ -181,9 +190,9 @@ def terminal_mode() -> TerminalMode | None:
 
 
 def exit_on_engine_error(report: Callable[[Exception], object]) -> None:
-    """Make an EngineError that ends a thread be reported and end the program.
+    """Install a hook that reports an EngineError which ends a thread, and exits with its status.
 
-    The main thread may hang by then, so the process exits at once.
+    The main thread may hang by then, so the process exits at once. The terminal's mode is restored.
     """
     previous_hook = threading.excepthook
     terminal = None

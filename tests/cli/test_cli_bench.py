@@ -14,8 +14,8 @@ import pytest
 from spd.cli.bench_table import bench_lines, with_short_models
 from spd.cli.commands.bench import BenchOptions, split_models, sweep_configs
 from spd.cli.commands.compare import read_bench_result
-from spd.cli.commands.verify import apply_settings
-from spd.cli.terminal.bars import ASCII, UNICODE
+from spd.cli.commands.verify import with_settings
+from spd.cli.terminal.bars import ASCII_GLYPHS, UNICODE_GLYPHS
 from spd.errors import UsageError
 from spd.formats.demo import demo_draft_folder
 from spd.formats.folder import ModelFolder
@@ -159,17 +159,17 @@ def test_a_terminal_gets_bars_for_each_workload(monkeypatch: pytest.MonkeyPatch)
     result = make_bench_result("m", rows, [plan])
     monkeypatch.setenv("COLUMNS", "80")
     assert not any("█" in line or "tok/s," in line for line in bench_lines(result))
-    text = bench_lines(result, UNICODE)
+    text = bench_lines(result, UNICODE_GLYPHS)
     at = text.index("tok/s, code, T 0")
     assert at > 3 and text[at + 1].startswith("plain      █") and text[at + 1].endswith(" 9.5")
     assert text[at + 2].startswith("draft k=2  █") and text[at + 2].endswith(" 18.3 1.92×")
     assert text[at + 1].index("┼") * 2 == pytest.approx(text[at + 2].index("┼"), abs=14)
     monkeypatch.setenv("COLUMNS", "40")
-    lines = bench_lines(result, ASCII)
+    lines = bench_lines(result, ASCII_GLYPHS)
     assert lines[:3] == ["", "tok/s, code, T 0", "plain"] and lines[3].startswith("  #")
     assert max(map(len, lines[:6])) < 40 and "".join(lines[:6]).isascii() is False
     monkeypatch.setattr("spd.cli.bench_table.MAX_BARS", 1)
-    assert bench_lines(result, ASCII)[0].split() == ["method", "tok/s", "×plain"]
+    assert bench_lines(result, ASCII_GLYPHS)[0].split() == ["method", "tok/s", "×plain"]
 
 
 def test_two_models_are_measured_in_turn(spd_run: Callable[..., Any]) -> None:
@@ -353,22 +353,22 @@ def test_a_planted_fault_fails_the_check(
 
 def test_settings_replace_fields_of_the_configuration(tmp_path: Path) -> None:
     config = EngineConfig(model=tmp_path, spec="draft", draft_model=tmp_path, draft_max=3, lag=2)
-    plain = apply_settings(config, "spec=off")
+    plain = with_settings(config, "spec=off")
     assert (plain.spec, plain.draft_model, plain.draft_max, plain.lag) == ("off", None, None, 2)
     parallel = replace(config, tp=2, draft_tp=2, adaptive=True)
     assert (
-        apply_settings(parallel, "spec=off").draft_tp
-        is apply_settings(parallel, "spec=ngram").draft_tp
+        with_settings(parallel, "spec=off").draft_tp
+        is with_settings(parallel, "spec=ngram").draft_tp
         is None
     )
     with_rendezvous = replace(parallel, rendezvous=2)
-    assert apply_settings(with_rendezvous, "spec=ngram").draft_tp is None
-    assert apply_settings(with_rendezvous, "tp=1,draft-tp=auto").rendezvous is None
-    other = apply_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")
+    assert with_settings(with_rendezvous, "spec=ngram").draft_tp is None
+    assert with_settings(with_rendezvous, "tp=1,draft-tp=auto").rendezvous is None
+    other = with_settings(config, "lag=0, --draft-max=5,adaptive=off,dtype=float32")
     assert (other.lag, other.draft_max, other.adaptive, other.dtype) == (0, 5, False, "float32")
-    assert apply_settings(config, "lag=auto").lag is None
+    assert with_settings(config, "lag=auto").lag is None
     for pair in ("spec=draft,ngram", "spec=draft, ngram", "spec=draft+ngram"):
-        combined = apply_settings(config, f"{pair},lag=1")
+        combined = with_settings(config, f"{pair},lag=1")
         assert (combined.spec, combined.draft_model, combined.lag) == ("draft+ngram", tmp_path, 1)
 
 

@@ -13,7 +13,7 @@ from typer.main import get_command, get_group
 
 from spd.cli.chat.slash import Commands
 from spd.cli.commands import jsonl
-from spd.cli.options import merge_model_argument, parse_settings
+from spd.cli.options import merge_model_argument, parse_sampling_settings
 from spd.cli.parser import (
     ADVANCED_PANEL,
     COMMAND_FIXES,
@@ -197,7 +197,7 @@ def test_an_option_of_another_tool_has_a_fix_that_works(spd_run) -> None:
     assert not set(OPTION_FIXES) & {name for params in options().values() for name in names(params)}
     for name in SET_NAMES:
         value = "1=2" if name == "logit_bias" else "1"
-        assert set(parse_settings([f"{name}={value}"])) == {name}
+        assert set(parse_sampling_settings([f"{name}={value}"])) == {name}
     assert_refused(
         spd_run("generate", "-p", "Hi"), 2, "no such option: -p", 'fix: spd generate "your prompt"'
     )

@@ -14,7 +14,7 @@ import tokenizers
 import typer
 
 from spd.cli.options import GenerateOptions
-from spd.cli.parser import parse_size
+from spd.cli.parser import parse_token_count
 from spd.cli.prompt_input import template_variables
 from spd.cli.run_settings import parse_logit_bias, requested_sampling, unescape
 from spd.conversation.notes import loop_period
@@ -291,7 +291,7 @@ def test_values_are_parsed_as_they_are_spelled() -> None:
             parse_logit_bias(bad)
     for bad in ("", "k", "8kk", "-1", "1.5k", "1e3", "9" * 13, "٤"):
         with pytest.raises(typer.BadParameter):
-            parse_size(bad)
+            parse_token_count(bad)
 
 
 START = "<|im_start|>"

@@ -97,7 +97,7 @@ class Chat:
         if saved is not None and seed == saved.seed:
             seed = None  # the next reply's, not the first one's again
         conversation = (saved or Conversation(self.model.name)).with_overrides(
-            prompt.system_text(system), seed
+            prompt.read_system_text(system), seed
         )
         self.conversation = conversation.for_model(self.model.name, self.model.fingerprint)
         self.attached_files = [(path, prompt.read_text(path)) for path in options.file or ()]
@@ -421,13 +421,13 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         try:
             for event in model.thread.run(request):
                 gathered.add(event)
-                with guard.defer():
+                with guard.defer_signals():
                     view.write_event(event)
                 if stopped.is_set():  # possibly before the request was added
                     stop()
         finally:
             model.metrics = model.thread.metrics(request.id)
-            with guard.defer() if guard.received is None else nullcontext():
+            with guard.defer_signals() if guard.received is None else nullcontext():
                 view.finish()
     if stopped.is_set():
         chat.print_line("[interrupted]")
@@ -487,7 +487,7 @@ def _make_reply_view(chat: Chat, splitter: ThinkingSplitter) -> ReplyView:
     options = chat.model.options
     view = ReplyView(console, chat.sink, splitter, hidden=options.think == "hide")
     if chat.is_styled and options.show_drafts:
-        view.drafted = DraftedTextSplitter(
+        view.drafted_splitter = DraftedTextSplitter(
             chat.model.settings.vocabulary.need_tokenizer().token_bytes
         )
     elif chat.is_styled and options.markdown != "off":

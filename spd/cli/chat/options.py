@@ -8,7 +8,7 @@ from typing import Literal
 
 from spd.cli.options import ModelArgument, ReplyOptions, main_option, option
 
-_chat = partial(option, "Chat")
+_chat_option = partial(option, "Chat")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -21,12 +21,12 @@ class ChatOptions(ModelArgument, ReplyOptions):
     continue_: str | None = main_option(
         None, "[NAME]", "Continue the latest chat, or NAME.", "-c", "--continue"
     )
-    tools: str | None = _chat(
+    tools: str | None = _chat_option(
         None, "FILE", "Commands that the model may call; each runs after your yes."
     )
-    no_save: bool = _chat(False, None, "Keep this chat in memory only.")
-    markdown: Literal["on", "off"] = _chat("on", "MODE", "on, or off: the text as it is.")
-    show_drafts: bool = _chat(False, None, "Colour accepted draft tokens.")
-    stats: bool | None = _chat(
+    no_save: bool = _chat_option(False, None, "Keep this chat in memory only.")
+    markdown: Literal["on", "off"] = _chat_option("on", "MODE", "on, or off: the text as it is.")
+    show_drafts: bool = _chat_option(False, None, "Colour accepted draft tokens.")
+    stats: bool | None = _chat_option(
         None, None, "Figures after each reply. Default: on a terminal.", "--stats/--no-stats"
     )

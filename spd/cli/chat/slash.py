@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from spd.cli.chat.conversation import Turn
-from spd.cli.options import model_names, parse_settings, parse_think, spec_names
+from spd.cli.options import model_completions, parse_sampling_settings, parse_think, spec_names
 from spd.cli.parser import normalize_spec, parse_value
 from spd.cli.prompt_input import read_text
 from spd.cli.terminal.plain_text import shorten
@@ -62,7 +62,10 @@ class Commands:
             "/load": self._saved_names,
             "/think": lambda: ["on", "off", "hide"],
         }
-        return completers | {"/model": lambda: model_names(""), "/spec": lambda: spec_names("")}
+        return completers | {
+            "/model": lambda: model_completions(""),
+            "/spec": lambda: spec_names(""),
+        }
 
     def _saved_names(self) -> list[str]:
         """Return the names of saved chats.
@@ -123,7 +126,7 @@ class Commands:
 
     def do_set(self, argument: str) -> None:
         """change sampling: /set temperature=0.5 top_p=0.9; top_p=auto takes it back; alone it lists"""
-        changes = parse_settings(_split_arguments(argument), "/set")
+        changes = parse_sampling_settings(_split_arguments(argument), "/set")
         options = dataclasses.replace(self._chat.model.options, **changes)
         self._chat.model.update_options(options)
         self._chat.set_conversation(

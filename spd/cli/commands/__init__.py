@@ -57,10 +57,10 @@ def run_command(
     parameters, and the model argument becomes the model. typed: names of the values that were on
     the command line. Raises UsageError, and what the command raises.
     """
-    from spd.cli.options import merge_model_argument, parse_settings, separate_served_model
+    from spd.cli.options import merge_model_argument, parse_sampling_settings, separate_served_model
 
     session.apply_output_options(values["color"], values["quiet"], values["verbose"])
-    values |= parse_settings(values.get("set") or ())
+    values |= parse_sampling_settings(values.get("set") or ())
     names = {field.name for field in dataclasses.fields(body.options)}
     if "served_model" in names:
         separate_served_model(values, typed)

@@ -20,7 +20,7 @@ from spd.cli.options import (
     main_option,
     option,
 )
-from spd.cli.parser import normalize_spec, parse_size, parse_value
+from spd.cli.parser import normalize_spec, parse_token_count, parse_value
 from spd.cli.plot import PLOT_HELP, check_plot, plot_bench
 from spd.cli.signals import Interrupted
 from spd.cli.terminal.console import Session
@@ -178,7 +178,8 @@ def bench(session: Session, options: BenchOptions) -> None:
     lengths: list[int | None] = [None]
     if options.prompt_tokens is not None:
         lengths = [
-            parse_size(size) for size in split_comma_list(options.prompt_tokens, "--prompt-tokens")
+            parse_token_count(size)
+            for size in split_comma_list(options.prompt_tokens, "--prompt-tokens")
         ]
     prompts = requested_prompts(options.prompts, options.category)
     configs: list[EngineConfig] = []
@@ -194,7 +195,7 @@ def bench(session: Session, options: BenchOptions) -> None:
         model for model, model_configs in configs_by_model.items() for _ in model_configs
     ]
     sweep = Sweep(configs, prompts_by_config, settings)
-    sweep.watch = lambda ended: session.guard.check()
+    sweep.watch = lambda ended: session.guard.raise_if_received()
     try:
         with ticking(session.console) as ticker:
             sweep.report = partial(ticker.count, amount="{:,} passes".format)
@@ -348,13 +349,13 @@ def bench_result(
 
     models: the name of each configuration's model.
     """
-    from spd.cli.reply_view import versions
+    from spd.cli.reply_view import package_versions
     from spd.runtime.lab import describe_machine, make_rows
 
     return {
         "schema": BENCH_SCHEMA,
         "model": options.model,
-        "versions": versions(),
+        "versions": package_versions(),
         "machine": describe_machine(),
         "settings": {**asdict(sweep.settings), "draft_model": options.draft_model},
         "prompts": {q.prompt.name: q.prompt.digest for q in sweep.prompts[0]},

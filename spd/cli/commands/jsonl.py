@@ -44,15 +44,16 @@ from spd.runtime.round.sampling_params import MAX_LOGPROBS
 if TYPE_CHECKING:
     from spd.runtime import EngineClient
 
-SCHEMA = "spd.generate.line/1"
-ANSWER_PREFIXES = (f'{{"schema": "{SCHEMA}"'.encode(), b'{"id": ')
+LINE_SCHEMA = "spd.generate.line/1"
+"""The schema in each line of the output that holds a reply."""
+ANSWER_PREFIXES = (f'{{"schema": "{LINE_SCHEMA}"'.encode(), b'{"id": ')
 """The beginnings of an answer and of an error."""
 BLANKS = "\ufeff \t\r".encode()
 """What may stand before the object of a line."""
 GRAMMAR_KINDS: dict[str, Literal["schema", "regex", "lark"]]
 GRAMMAR_KINDS = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """Parameters of a line that constrain the reply, and the engine's kind of grammar."""
-PARAMETER_FIELDS = strict_object(
+parse_parameters = strict_object(
     {
         **SAMPLING_FIELDS,
         "logprobs": integer(0, MAX_LOGPROBS),
@@ -61,23 +62,24 @@ PARAMETER_FIELDS = strict_object(
         "grammar": TEXT,
     }
 )
-LINE_FIELDS = strict_object(
+parse_line_fields = strict_object(
     {"id": any_value, "prompt": TEXT, "messages": any_value, "prompt_ids": IDS, "system": TEXT}
-    | {"params": PARAMETER_FIELDS}
+    | {"params": parse_parameters}
 )
 
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
-    """Answer every line of the input; return the exit status.
+    """Answer every line of the input in the output; return 0. Raises PartialError if a line failed.
 
-    Raises PartialError if a line failed.
+    Prints notes, and the speed with --stats. With --resume, lines that the output answers are
+    skipped.
     """
     settings = plan_settings(options)
     shared = read_shared_prompt(options)
     lines = read_lines(options.file[0] if options.file else "-")
     num_done = num_failed = 0
     if options.resume and options.output is not None:
-        num_done, num_failed = resume(options.output, lines, sink)
+        num_done, num_failed = resume_output(options.output, lines, sink)
     remaining_lines = lines[num_done:]
     if remaining_lines:
         served = served_engine(session, options, settings.config.slots)
@@ -95,8 +97,8 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
             raw=options.raw,
             engine=engine,
             sink=sink,
-            done=num_done,
-            failed=num_failed,
+            num_done=num_done,
+            num_failed=num_failed,
         )
         try:
             batch.run(remaining_lines)
@@ -105,17 +107,17 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
                 " from here" if options.output else ", with -o FILE"
             )
             session.console.note(
-                f"stopped after {batch.done:,} of {len(lines):,} lines; {resume_hint}"
+                f"stopped after {batch.num_done:,} of {len(lines):,} lines; {resume_hint}"
             )
             raise
         engine.close()
-        num_done = batch.done
-        num_failed = batch.failed
+        num_done = batch.num_done
+        num_failed = batch.num_failed
         seconds = now() - start
         if options.stats:
-            rate = f"{batch.tokens / seconds:.1f} tok/s"
+            rate = f"{batch.num_tokens / seconds:.1f} tok/s"
             write_stderr_line(
-                f"{num_done:,} lines · {batch.tokens:,} tok · {format_clock(seconds)} · {rate}"
+                f"{num_done:,} lines · {batch.num_tokens:,} tok · {format_clock(seconds)} · {rate}"
             )
     if num_failed:
         reason = ["Each says why in its `error`; the others are complete."]
@@ -147,9 +149,9 @@ class Line:
 
 
 def read_lines(name: str) -> list[Line]:
-    """Return the lines of a file, or of stdin (-), that are not blank.
+    """Read and parse the lines of a file, or of stdin (-), that are not blank.
 
-    Raises UsageError, NotFoundError.
+    Raises NotFoundError, and UsageError if no line can be one of --jsonl.
     """
     data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
     lines = [(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
@@ -183,14 +185,17 @@ def _parse_line(number: int, raw: bytes) -> Line:
     return Line(number, {}, error)
 
 
-def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> PreparedRequest:
+def prepare_line_request(
+    line: Line, settings: Settings, shared: Prompt, raw: bool
+) -> PreparedRequest:
     """Return the request of a line, whose parameters override the flags.
 
-    Raises SpdError and FieldError.
+    shared: messages before those of the line, and the template's variables. raw: a prompt is text
+    to continue, without a chat template. Raises SpdError and FieldError for an invalid line.
     """
     if line.error is not None:
         raise line.error
-    value = LINE_FIELDS(dict(line.value), "")
+    value = parse_line_fields(dict(line.value), "")
     grammar = settings.grammar
     values = value.get("params", {})
     grammar_values = {name: values.pop(name) for name in GRAMMAR_KINDS if name in values}
@@ -208,9 +213,9 @@ def read_request(line: Line, settings: Settings, shared: Prompt, raw: bool) -> P
 
 
 def _line_prompt(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
-    """Return the prompt of a line after the shared messages.
+    """Return the prompt of a line after the shared messages; its system message replaces theirs.
 
-    Its own system message replaces theirs.
+    raw: the prompt is text to continue. Raises UsageError for a line without exactly one prompt.
     """
     kinds = [kind for kind in ("prompt", "messages", "prompt_ids") if kind in line]
     if len(kinds) != 1 or line.get("prompt_ids") == ():
@@ -250,11 +255,11 @@ def _line_prompt(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
 # -- answers and errors --------------------------------------------------------------------------
 
 
-def resume(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
-    """Return how many answers a file holds and how many of them failed.
+def resume_output(path: Path, lines: Sequence[Line], sink: Sink) -> tuple[int, int]:
+    """Lock the output file and cut off an incomplete last answer; return the numbers of answers.
 
-    An incomplete last answer is cut off. Raises UsageError for a file that does not match the lines
-    or is being written; such a file is unchanged.
+    These are how many it holds and how many of them failed. Raises UsageError for a file that does
+    not match the lines or is being written; such a file is unchanged.
     """
     try:
         sink.open()  # locked from here on
@@ -299,23 +304,28 @@ class LineBatch:
     raw: bool
     engine: EngineClient
     sink: Sink
-    done: int
+    num_done: int
     """Lines answered so far, including those of an earlier run."""
-    failed: int
+    num_failed: int
     """How many of the answered lines failed."""
-    tokens: int = 0
+    num_tokens: int = 0
+    """Tokens of the replies of this run."""
     unwritten: deque[Line] = field(default_factory=deque)
     """Started lines whose answer is not written, in the order of the input."""
     running: dict[str, Line] = field(default_factory=dict)
     """Lines whose requests the engine runs, by request id."""
 
     def run(self, lines: Sequence[Line]) -> None:
-        """Answer all lines. Raises Interrupted between writes, never inside one."""
-        num_before = self.done
+        """Answer the lines and show progress.
+
+        Raises Interrupted between writes, never inside one.
+        """
+        num_before = self.num_done
         remaining_lines = iter(lines)
         guard = self.session.guard
 
         def report_shortage(error: SpdError) -> None:
+            """Print a note about a lack of memory that ended the running requests."""
             self.session.console.note(f"{error.message}: the lines running at that time failed")
 
         with Ticker(self.session.console) as ticker:
@@ -323,17 +333,19 @@ class LineBatch:
                 self.engine.step, lambda: self._start_lines(remaining_lines), report_shortage
             ):
                 for event in events:
-                    self._collect(event)
+                    self._collect_event(event)
                 has_answer = bool(self.unwritten) and self.unwritten[0].answer is not None
                 if self.sink.is_terminal and has_answer:
                     ticker.write("")
-                with guard.defer():
+                with guard.defer_signals():
                     self._write_answers()
-                guard.check()
-                ticker.count("answering", self.done - num_before, len(lines), "{:,} lines".format)
+                guard.raise_if_received()
+                ticker.count(
+                    "answering", self.num_done - num_before, len(lines), "{:,} lines".format
+                )
 
     def _start_lines(self, remaining_lines: Iterator[Line]) -> bool:
-        """Start lines while there is room; False when all are answered."""
+        """Start lines while the engine has room; False when all answers are written."""
         max_running = 2 * self.engine.info.slots
         # Answers wait in memory for those before them.
         while len(self.running) < max_running and len(self.unwritten) < 512:
@@ -347,7 +359,9 @@ class LineBatch:
         """Add the request of a line to the engine, or set its error as the answer."""
         self.unwritten.append(line)
         try:
-            request, line.inside_thinking = read_request(line, self.settings, self.shared, self.raw)
+            request, line.inside_thinking = prepare_line_request(
+                line, self.settings, self.shared, self.raw
+            )
             self.engine.add(request)
             line.request = request
             line.gathered = RequestOutput()
@@ -362,8 +376,8 @@ class LineBatch:
         except SpdError as error:
             line.answer = _error_answer(line, error)
 
-    def _collect(self, event: Event) -> None:
-        """Add an event to its line; set the answer when the reply has ended."""
+    def _collect_event(self, event: Event) -> None:
+        """Add an event to its line; set the line's answer when the reply has ended."""
         line = self.running[event.request_id]
         request = line.request
         gathered = line.gathered
@@ -372,7 +386,7 @@ class LineBatch:
         if event.finish_reason is None:
             return
         del self.running[event.request_id]
-        self.tokens += len(gathered.token_ids)
+        self.num_tokens += len(gathered.token_ids)
         metrics = self.engine.metrics(request.id)
         marks = self.settings.vocabulary.marks
         fields = reply_fields(
@@ -380,11 +394,16 @@ class LineBatch:
             metrics=metrics,
             engine=self.engine,
             request=request,
-            inside=line.inside_thinking,
+            inside_thinking=line.inside_thinking,
             marks=marks,
         )
         self.session.note_once(metrics.draft_fault, metrics.draft_note(self.engine.info.spec))
-        answer: dict[str, object] = {"schema": SCHEMA, "id": line.id, "line": line.number, **fields}
+        answer: dict[str, object] = {
+            "schema": LINE_SCHEMA,
+            "id": line.id,
+            "line": line.number,
+            **fields,
+        }
         failure = reply_failure(gathered, request)
         if failure is not None:
             code = failure.code
@@ -394,19 +413,19 @@ class LineBatch:
         line.answer = answer
 
     def _write_answers(self) -> None:
-        """Write the answers that are next in the order of the input."""
+        """Write and count the answers that are next in the order of the input."""
         while self.unwritten:
             answer = self.unwritten[0].answer
             if answer is None:
                 break
             self.sink.write(to_json(answer) + "\n")
             self.unwritten.popleft()
-            self.done += 1
-            self.failed += "error" in answer
+            self.num_done += 1
+            self.num_failed += "error" in answer
 
 
 def _error_answer(line: Line, error: SpdError) -> dict[str, object]:
-    """Return the output line of a line that has no reply."""
+    """Return the JSON object of the output for a line that has no reply."""
     description = {"code": error.code, "message": error.message}
     if error.reason:
         description["reason"] = " ".join(error.reason)

@@ -68,7 +68,7 @@ def pull(session: Session, options: PullOptions) -> None:
       spd pull unsloth/Qwen3-8B-GGUF:Q4_K_M
     """
     sink = Sink.stdout()
-    model = _find_remote_model(session, options.model, options.revision)
+    model = _look_up_remote_model(session, options.model, options.revision)
     sizes = {file.rfilename: file.size or 0 for file in model.files}
     result: dict[str, object] = {
         "schema": "spd.pull/1",
@@ -79,7 +79,7 @@ def pull(session: Session, options: PullOptions) -> None:
     result |= {"bytes": sum(sizes.values()), "missing_bytes": model.missing_bytes}
     location = ""
     if not options.dry_run:
-        folder = _download(session, model)
+        folder = _download_model(session, model)
         result["folder"] = location = str(folder)
         if model.gguf is not None:
             result["file"] = location = str(folder / model.gguf.files[0])
@@ -89,9 +89,9 @@ def pull(session: Session, options: PullOptions) -> None:
 
 
 def ensure_models(session: Session, options: RunOptions) -> None:
-    """Download missing models of the options after a yes at the terminal.
+    """Download the options' model and draft model if missing, after a yes at the terminal.
 
-    Raises NotFoundError without consent.
+    Raises NotFoundError without consent, and what downloading raises.
     """
     can_ask = is_terminal(sys.stdin) and is_terminal(sys.stderr)
     for reference in (options.model, options.draft_model):
@@ -104,11 +104,14 @@ def ensure_models(session: Session, options: RunOptions) -> None:
             question = f"download {reference} from the hub?"
             if hub.is_offline() or not (can_ask and _ask_yes(question)):
                 raise
-            _download(session, _find_remote_model(session, reference, None))
+            _download_model(session, _look_up_remote_model(session, reference, None))
 
 
-def _find_remote_model(session: Session, name: str, revision: str | None) -> RemoteModel:
-    """Return the description of a model on the hub. Raises what the hub raises."""
+def _look_up_remote_model(session: Session, name: str, revision: str | None) -> RemoteModel:
+    """Ask the hub for a model and return its description; show progress.
+
+    revision: branch, tag or commit; None is the default one. Raises what the hub raises.
+    """
     from spd.runtime import machine_from_driver
 
     repository, tag = hub.split_tag(name)
@@ -119,8 +122,8 @@ def _find_remote_model(session: Session, name: str, revision: str | None) -> Rem
         return look_up_model(repository, revision, tag, machine_from_driver().free)
 
 
-def _download(session: Session, model: RemoteModel) -> Path:
-    """Download the missing files of a model with progress; return its folder."""
+def _download_model(session: Session, model: RemoteModel) -> Path:
+    """Download the missing files of a model with progress; return its folder in the cache."""
     from spd.formats.hub_download import download
     from spd.runtime import LoadProgress
 
@@ -191,7 +194,7 @@ class StoredFacts(TypedDict):
 
 
 def stored_facts(stored: StoredModel) -> StoredFacts:
-    """Return the facts of a stored model, from headers only.
+    """Read the headers of a stored model and return its facts.
 
     A fault is its `reason`, not an error.
     """
@@ -284,7 +287,10 @@ def rm(session: Session, options: RemoveOptions) -> None:
 
 
 def _remove_texts(session: Session, texts: Mapping[str, Sequence[Path]]) -> None:
-    """Remove files of texts, by the names of their folders. Raises ResourceError."""
+    """Remove files of texts and print a note for each folder. Raises ResourceError.
+
+    texts: the files in each folder, by the folder's name.
+    """
     for name, files in texts.items():
         try:
             for file in files:
@@ -317,7 +323,7 @@ def _ask_yes(question: str) -> bool:
 
 
 def _folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files below a folder, without links."""
+    """Return the bytes of all files below a folder; links count nothing."""
     return sum(
         path.lstat().st_size
         for path in folder.rglob("*")

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from spd.runtime.engine.driver import EngineThread
     from spd.server.run import ServerOptions
 
-_server = partial(option, "Server")
-PORT = 7373
+_server_option = partial(option, "Server")
+DEFAULT_PORT = 7373
 
 
 def parse_seconds(text: str) -> float:
-    """Return a time such as 90, 90s, 15m or 2h in seconds. Raises BadParameter."""
+    """Return a time such as 90, 90s, 15m or 2h in seconds.
+
+    Raises BadParameter for 0 and other texts.
+    """
     match = re.fullmatch(r"([0-9]{1,9})([smh]?)", text.strip())
     if match is None or not int(match[1]):
         raise bad_value(f"{text!r} is not a time such as 90s, 15m or 2h")
@@ -41,23 +44,25 @@ class ServeOptions(ModelArgument, RunOptions):
     host: str = main_option(
         "127.0.0.1", "HOST", "Address to listen on; beyond this machine only with a key."
     )
-    port: int = main_option(PORT, "PORT", f"Default: {PORT}. 0: a free one.", min=0, max=65535)
+    port: int = main_option(
+        DEFAULT_PORT, "PORT", f"Default: {DEFAULT_PORT}. 0: a free one.", min=0, max=65535
+    )
     api_key: str | None = main_option(
         None, "KEY", "Clients send it. Better in SPD_API_KEY.", envvar="SPD_API_KEY"
     )
-    concurrency: int | None = _server(
+    concurrency: int | None = _server_option(
         None, "N", "Requests decoded together. Default: 8.", min=1, max=1024
     )
-    detach: bool = _server(False, None, "Serve in the background; return when ready.")
-    idle: float | None = _server(
+    detach: bool = _server_option(False, None, "Serve in the background; return when ready.")
+    idle: float | None = _server_option(
         None, "TIME", "Exit after that long without requests.", parser=parse_seconds
     )
-    alias: list[str] | None = _server(
+    alias: list[str] | None = _server_option(
         None, "NAME", "Another name of the model, '*' for any. Repeatable."
     )
-    status: bool = _server(False, None, "List the servers that run, and exit.")
-    json: bool = _server(False, None, "With --status, as one JSON object.")
-    stop: bool = _server(False, None, "Stop servers: of MODEL, or all of yours.")
+    status: bool = _server_option(False, None, "List the servers that run, and exit.")
+    json: bool = _server_option(False, None, "With --status, as one JSON object.")
+    stop: bool = _server_option(False, None, "Stop servers: of MODEL, or all of yours.")
     kernels: Literal["auto"] = "auto"
     lag: Literal["auto"] = "auto"
     """Like `kernels` no option here, as a server is no benchmark."""
@@ -105,10 +110,12 @@ def serve(session: Session, options: ServeOptions) -> int:
     from spd.server.run import check_address, listen, load, run
 
     def load_engine() -> EngineThread[Engine]:
+        """Load the engine, show progress, and return its thread."""
         with loading(f"loading {options.model}", session.console) as display:
             return load(settings, display)
 
     def print_message(message: str) -> None:
+        """Print a line to standard error unless --quiet is set."""
         if not session.console.quiet:
             write_stderr_line(message)
 

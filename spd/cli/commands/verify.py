@@ -27,7 +27,7 @@ from spd.runtime.plan.config import DRAFTER_OPTIONS, METHODS, EngineConfig
 if TYPE_CHECKING:
     from spd.runtime.lab import Replay
 
-SCHEMA = "spd.verify/1"
+VERIFY_SCHEMA = "spd.verify/1"
 SETTING_NAMES = (
     "spec",
     "draft_max",
@@ -81,18 +81,21 @@ def verify(session: Session, options: VerifyOptions) -> None:
 
 
 def _verify_model(session: Session, options: VerifyOptions) -> None:
-    """Compare two engines of a model. Raises CheckFailedError if a token differs."""
-    from spd.cli.reply_view import versions
+    """Compare the replies of two engines of a model and print a certificate.
+
+    Raises CheckFailedError if a token differs.
+    """
+    from spd.cli.reply_view import package_versions
     from spd.cli.run_settings import engine_config
     from spd.formats.folder import ModelFolder
     from spd.runtime import lab
 
-    _check_options(options)
+    _refuse_server_options(options)
     temperatures = parse_temperature_list(options.temperature)
     candidate = replace(
         engine_config(options, ModelFolder.resolve(options.model)), slots=options.concurrency
     )
-    reference = apply_settings(candidate, options.against)
+    reference = with_settings(candidate, options.against)
     sink = Sink.stdout()
     prompts = requested_prompts(options.prompts)
     questions = lab.encode_prompts(candidate.model, prompts, [None], options.max_tokens)
@@ -108,15 +111,15 @@ def _verify_model(session: Session, options: VerifyOptions) -> None:
     with ticking(session.console) as ticker:
 
         def watch(run_name: str, num_ended: int) -> None:
-            session.guard.check()
+            session.guard.raise_if_received()
             ticker.write(f"{run_name}: {num_ended} of {len(requests)} replies")
 
         result = lab.replay_requests(reference, candidate, requests, watch)
     certificate = {
-        "schema": SCHEMA,
+        "schema": VERIFY_SCHEMA,
         "model": options.model,
         "files": file_hashes(candidate.model, result.plans[1]["draft_model"]),
-        "versions": versions(),
+        "versions": package_versions(),
         "machine": lab.describe_machine(),
         "against": options.against,
         "plans": dict(zip(("reference", "candidate"), result.plans, strict=True)),
@@ -140,7 +143,7 @@ def _verify_model(session: Session, options: VerifyOptions) -> None:
         raise _difference_error(result, len(requests))
 
 
-def _check_options(options: VerifyOptions) -> None:
+def _refuse_server_options(options: VerifyOptions) -> None:
     """Raise UsageError for options about servers."""
     if server_options := sorted(options.typed & {"toggle", "api_key"}):
         message = f"--{server_options[0].replace('_', '-')} is about a server"
@@ -149,7 +152,7 @@ def _check_options(options: VerifyOptions) -> None:
 
 
 def _replay_facts(result: Replay) -> dict[str, object]:
-    """Return the printed facts of a comparison: first differences and the candidate's plan."""
+    """Return printed facts of a comparison: first differences, parts of the candidate's plan."""
     plan = result.plans[1]
     return {
         "differences": [
@@ -177,10 +180,10 @@ def _difference_error(result: Replay, num_texts: int) -> CheckFailedError:
     return CheckFailedError(message, reason=[reason], fix=[fix])
 
 
-def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
-    """Return the configuration changed by `name=value,…`.
+def with_settings(config: EngineConfig, text: str) -> EngineConfig:
+    """Return the configuration changed by `name=value,…`, the text of --against.
 
-    Raises UsageError for an invalid setting.
+    What belongs to another drafter or rank is left out. Raises UsageError for an invalid setting.
     """
     changes: dict[str, Any] = {}
     annotations = {field.name: str(field.type) for field in fields(config)}
@@ -205,7 +208,10 @@ def apply_settings(config: EngineConfig, text: str) -> EngineConfig:
 
 
 def file_hashes(model: os.PathLike[str], draft: str | None) -> dict[str, str]:
-    """Return the SHA-256 of every file that decides the text: configuration, weights, tokenizer."""
+    """Read every file that decides the text, and return its SHA-256 by name.
+
+    These are configuration, weights and tokenizer; the draft model's names begin with `draft/`.
+    """
     hashes = {}
     for label, folder in (("", model), ("draft/", draft)):
         if folder is None:

@@ -1,4 +1,4 @@
-"""Horizontal bars with intervals in Unicode blocks, or in ASCII if those cannot be shown."""
+"""Horizontal bars with intervals in Unicode blocks, or in ASCII_GLYPHS if those cannot be shown."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BarGlyphs:
     """Stands at the end of the axis where an interval continues beyond it."""
 
 
-UNICODE = BarGlyphs(block="█", low="├", span="─", value="┼", high="┤", cut="▸")
-ASCII = BarGlyphs(block="#", low="[", span="-", value="+", high="]", cut=">")
+UNICODE_GLYPHS = BarGlyphs(block="█", low="├", span="─", value="┼", high="┤", cut="▸")
+ASCII_GLYPHS = BarGlyphs(block="#", low="[", span="-", value="+", high="]", cut=">")
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,20 @@ def bar_lines(bars: Sequence[Bar], columns: int, glyphs: BarGlyphs, axis: float 
         width = max(4, min(MAX_BAR_WIDTH, columns - text_width - 4))
         lines = []
         for bar in bars:
-            lines.append(_fit_label(bar.label, columns - 1))
+            lines.append(_cut_label(bar.label, columns - 1))
             lines.append(f"  {_draw_bar(bar, width, axis, glyphs)} {bar.text}")
         return lines
     label_width = min(columns // 3, max(cell_width(bar.label) for bar in bars))
     width = max(4, min(MAX_BAR_WIDTH, columns - label_width - text_width - 5))
     return [
-        f"{_fit_label(bar.label, label_width):<{label_width}}  "
+        f"{_cut_label(bar.label, label_width):<{label_width}}  "
         f"{_draw_bar(bar, width, axis, glyphs)} {bar.text}"
         for bar in bars
     ]
 
 
-def _fit_label(label: str, columns: int) -> str:
-    """Return a label without its beginning if it is too long: the end tells bars apart."""
+def _cut_label(label: str, columns: int) -> str:
+    """Return a label cut at its beginning to `columns` characters: the end tells bars apart."""
     return label if len(label) <= columns else "…" + label[len(label) - columns + 1 :]
 
 

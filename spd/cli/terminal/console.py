@@ -16,11 +16,11 @@ from spd.errors import CheckFailedError, SpdError
 if TYPE_CHECKING:
     from spd.cli.signals import SignalGuard
 
-REPORT = "run it again with -vv, and report what it prints"
+REPORT_FIX = "run it again with -vv, and report what it prints"
 
 DEFAULT_FIXES = {
-    "internal": REPORT,
-    "engine": REPORT,
+    "internal": REPORT_FIX,
+    "engine": REPORT_FIX,
     "checkpoint": "give another model, or download this one again",
     "not_found": "check the name or the path",
     "resources": "ask for less (--ctx, --draft-max), or free memory",
@@ -36,6 +36,7 @@ class Console:
     quiet: bool = False
     verbose: bool = False
     debug: bool = False
+    """True with -vv: tracebacks of unexpected errors are printed."""
     help: str = "spd --help"
     """The fix of an error that has none."""
 
@@ -77,7 +78,11 @@ class Session:
             self.console.note(text)
 
     def apply_output_options(self, color: str, quiet: bool, verbose: int) -> None:
-        """Set color, quiet, verbose and debug from the options of the command."""
+        """Replace the console by one with the command's --color, -q and -v.
+
+        With -v print `config_notes`. color: "auto" keeps the present choice. verbose: how often -v
+        was typed.
+        """
         self.console = replace(
             self.console,
             color={"always": True, "never": False}.get(color, self.console.color),
@@ -119,11 +124,15 @@ class PrintableStderr:
         self.write = lambda text: raw.write(escape_controls(text))
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the stream itself."""
         return getattr(self.raw, name)
 
 
 def write_error(error: SpdError, console: Console, as_json: bool = False) -> None:
-    """Write an error, its reasons and its fixes: as lines, or as one JSON object on stdout."""
+    """Write an error, its reasons and fixes: as lines on stderr, or as one JSON object on stdout.
+
+    A failed check is always written as lines, and what stdout cannot take too.
+    """
     fixes = list(error.fix or [DEFAULT_FIXES.get(error.default_code, console.help)])
     # The JSON object of a failed check is on standard output already.
     if as_json and not isinstance(error, CheckFailedError):

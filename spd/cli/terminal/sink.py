@@ -131,13 +131,13 @@ class Sink:
         """Return the bar characters that this terminal can show; None if it is no terminal."""
         if not self.is_terminal:
             return None
-        from spd.cli.terminal.bars import ASCII, UNICODE
+        from spd.cli.terminal.bars import ASCII_GLYPHS, UNICODE_GLYPHS
 
         try:
-            "".join(vars(UNICODE).values()).encode(self._encoding)
+            "".join(vars(UNICODE_GLYPHS).values()).encode(self._encoding)
         except UnicodeEncodeError:
-            return ASCII
-        return UNICODE
+            return ASCII_GLYPHS
+        return UNICODE_GLYPHS
 
     def check_reader(self) -> None:
         """Raise OutputClosed if a pipe's reader has closed it, without writing anything."""
