@@ -35,7 +35,7 @@ from typing import Any
 
 from benchmarks.environment import describe_commit, describe_machine
 from spd.cli.options import GenerateOptions
-from spd.cli.parser import parse_size
+from spd.cli.parser import parse_token_count
 from spd.cli.run_settings import plan_settings
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.demo import demo_folder
@@ -379,7 +379,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", action="append", choices=sorted(METHODS))
     parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--window", type=parse_size, default=parse_size("24k"))
+    parser.add_argument("--window", type=parse_token_count, default=parse_token_count("24k"))
     parser.add_argument(
         "--cold-every", type=int, default=1, help="run every n-th turn without a cache, too"
     )

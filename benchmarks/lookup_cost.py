@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import describe_commit, describe_machine
-from spd.cli.parser import parse_size
+from spd.cli.parser import parse_token_count
 from spd.formats.demo import DEMOS, demo_folder
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.recording import POOL_BYTES, record
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
-    lengths = [parse_size(length) for length in arguments.tokens.split(",")]
+    lengths = [parse_token_count(length) for length in arguments.tokens.split(",")]
     with tempfile.TemporaryDirectory() as place:
         limit = 2 * max(lengths)
         model, vocab = long_model(arguments.model, Path(place), limit)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spd.cli.commands.jsonl import LINE_FIELDS, _line_prompt
+from spd.cli.commands.jsonl import _line_prompt, parse_line_fields
 from spd.conversation.prompt import Prompt
 from spd.errors import UsageError
 from spd.formats.files import open_output
@@ -180,7 +180,7 @@ def test_shared_messages_precede_the_prompt_of_each_line(answers, tmp_path) -> N
         line: dict[str, Any], *messages: dict[str, str], raw: bool = False, **variables: Any
     ) -> Prompt:
         return _line_prompt(
-            LINE_FIELDS(line, ""), Prompt(messages=messages, variables=variables), raw
+            parse_line_fields(line, ""), Prompt(messages=messages, variables=variables), raw
         )
 
     assert line_prompt({"prompt": "x"}, s, q, a).messages == (s, q, a, x)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spd.cli.parser import parse_size
+from spd.cli.parser import parse_token_count
 from spd.formats.folder import ModelFolder
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.plan.machine import Machine
@@ -223,7 +223,7 @@ def test_recommended_flags_fit(number: int, tmp_path: Path) -> None:
     assert {row[0] for row in ROWS} == {"24", "32", "48", "80"}, "every card is there"
     card, model, flags, output = ROWS[number]
     values = dict(re.findall(r"--(\S+) (\S+)", flags))
-    ctx = parse_size(values.pop("ctx"))
+    ctx = parse_token_count(values.pop("ctx"))
     assert ctx == int(output.replace(",", "")) and values.keys() <= {"quantize", "concurrency"}
     folder = ModelFolder.resolve(str(write_published(tmp_path, RELEASES[model])))
     slots = int(values["concurrency"])

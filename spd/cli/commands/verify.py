@@ -81,9 +81,9 @@ def verify(session: Session, options: VerifyOptions) -> None:
 
 
 def _verify_model(session: Session, options: VerifyOptions) -> None:
-    """Compare the replies of two engines of a model and print a certificate.
+    """Compare two engines of a model; print a certificate.
 
-    Raises CheckFailedError if a token differs.
+    Raises CheckFailedError if they differ.
     """
     from spd.cli.reply_view import package_versions
     from spd.cli.run_settings import engine_config
