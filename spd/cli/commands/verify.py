@@ -81,10 +81,7 @@ def verify(session: Session, options: VerifyOptions) -> None:
 
 
 def _verify_model(session: Session, options: VerifyOptions) -> None:
-    """Compare two engines of a model; print a certificate.
-
-    Raises CheckFailedError if they differ.
-    """
+    """Compare engines of a model, print a certificate; raise CheckFailedError if texts differ."""
     from spd.cli.reply_view import package_versions
     from spd.cli.run_settings import engine_config
     from spd.formats.folder import ModelFolder
