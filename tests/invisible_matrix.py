@@ -263,7 +263,7 @@ def table(workloads: Sequence[str], strength: int, **factors: Sequence[Any]) -> 
         dict(zip(names, values, strict=True))
         for values in itertools.product(workloads, *factors.values())
     ]
-    default_lane = set(covering(combinations, strength) if strength else ())
+    default_lane = set(covering(combinations, strength) if strength and combinations else ())
     parameters = []
     for i, combination in enumerate(combinations):
         fields = {name: combination.pop(name) for name in names if name in Cell.__annotations__}
@@ -273,17 +273,20 @@ def table(workloads: Sequence[str], strength: int, **factors: Sequence[Any]) -> 
 
 
 def family_tables(
-    families: Sequence[str], methods: Sequence[str], strength: int = 1, **factors: Any
+    families: Sequence[str], methods: Sequence[str], every: int = 1, **factors: Any
 ) -> list[Any]:
     """Return cells of every family with every method.
 
-    The default lane has each family with one of the methods, in turn; with strength 0 it has none.
+    The default lane has each `every`-th family with one of the methods, in turn; with 0 it has none.
     """
     pairs = [f"{family}/{method}" for family in families for method in methods]
-    first_pairs = [f"{family}/{methods[i % len(methods)]}" for i, family in enumerate(families)]
+    first_families = families[::every] if every else ()
+    first_pairs = [
+        f"{family}/{methods[i % len(methods)]}" for i, family in enumerate(first_families)
+    ]
     other_pairs = [name for name in pairs if name not in first_pairs]
     return [
-        *table(["few"], strength, name=first_pairs, lag=LAGS, form=DTYPES, **factors),
+        *table(["few"], 1, name=first_pairs, lag=LAGS, form=DTYPES, **factors),
         *table(["few"], 0, name=other_pairs, lag=LAGS, form=DTYPES, **factors),
         *table(["few"], 0, name=pairs, lag=LAGS, form=("torch",), **factors),
     ]
@@ -314,9 +317,9 @@ CELLS = [
     # Every family.
     *family_tables(WINDOWED, ("ngram", "draft"), k=(1, 3, 5), slots=(1, 3)),
     *family_tables(SPARSE, ("ngram", "draft", "self"), k=(2, 4), slots=(1, 4)),
-    *family_tables(SPECIAL, ("ngram", "self"), k=(1, 3), slots=(1, 3)),
+    *family_tables(SPECIAL, ("ngram", "self"), 2, k=(1, 3), slots=(1, 3)),
     *family_tables(OTHERS, ("ngram",), 0, k=(3,), slots=(1, 3)),
-    *family_tables(sorted(MTP_FAMILIES), ("mtp",), k=(1, 3), slots=(1, 3)),
+    *family_tables(sorted(MTP_FAMILIES), ("mtp",), 2, k=(1, 3), slots=(1, 3)),
     # Recurrent layers, with pages to spare and with few.
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=DTYPES, slots=(3, 16)),
     *table(
@@ -339,7 +342,7 @@ CELLS = [
         form=("int8", "int4", "w8a8", "w4a8"),
     ),
     # Types of GGUF that are kept packed, each as a family.
-    *family_tables(tuple(GGUF_TYPES), ("draft", "ngram", "self"), k=(1, 2, 4, 8), slots=(1, 3)),
+    *family_tables(tuple(GGUF_TYPES), ("draft", "ngram", "self"), 3, k=(1, 2, 4, 8), slots=(1, 3)),
     # Rows rounded to eight bits.
     *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=("w8a8", "w4a8"), slots=(1, 3)),
     *table(["some"], 0, name=(*METHODS, *HEADS), k=(1, 4), lag=LAGS, form=("w8a8", "w4a8")),

@@ -9,8 +9,11 @@ import pytest
 Case = dict[str, Hashable]  # Which row of each list of parameters it is of.
 
 
-def covering(cases: Sequence[Case], strength: int) -> list[int]:
-    """Return the indices of few cases that cover all combinations of `strength` rows; greedy."""
+def covering(cases: Sequence[Case], strength: int, count: int | None = None) -> list[int]:
+    """Return the indices of few cases that cover all combinations of `strength` rows; greedy.
+
+    count: the most cases; those that cover most come first.
+    """
     names = list(cases[0])
     groups = list(itertools.combinations(names, min(strength, len(names))))
     holds = [{(group, tuple(case[name] for name in group)) for group in groups} for case in cases]
@@ -26,7 +29,7 @@ def covering(cases: Sequence[Case], strength: int) -> list[int]:
             -index,
         )
 
-    while left:
+    while left and (count is None or len(chosen) < count):
         best = max(range(len(cases)), key=worth)
         chosen.append(best)
         left -= holds[best]
@@ -63,8 +66,10 @@ def choose(items: Sequence[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("covers")
         assert mark is not None
         count = mark.kwargs.get("count")
-        number_of_cases = (
-            spread(len(cases), count) if count else covering([*map(case_of, cases)], *mark.args)
+        default_lane = (
+            covering([*map(case_of, cases)], strength=mark.args[0], count=count)
+            if mark.args
+            else spread(len(cases), count)
         )
-        for index in set(range(len(cases))) - set(number_of_cases):
+        for index in set(range(len(cases))) - set(default_lane):
             cases[index].add_marker(pytest.mark.slow)

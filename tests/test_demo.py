@@ -64,6 +64,7 @@ def replies(folder: Path, temperature: float, count: int, **options: object) -> 
     return run_all(engine, prompts, params)
 
 
+@pytest.mark.covers(count=1)
 @every_demo
 def test_it_answers_questions_about_documented_functions(folder: Path, say: Callable) -> None:
     answered = 0
@@ -78,6 +79,7 @@ def test_it_answers_questions_about_documented_functions(folder: Path, say: Call
     )
 
 
+@pytest.mark.covers(count=1)
 @every_demo
 def test_sampled_replies_are_no_loop(folder: Path) -> None:
     reply_words = [run.text.split() for run in replies(folder, 0.8, 20)]

@@ -66,7 +66,7 @@ def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, ignore_eos=True)
 
 
-@pytest.mark.covers(count=4)
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize("name", [*SHARERS, "dflash", "one", "deepseek", "speculators", ASSISTED])
 def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     """Also where a prompt continues a reply: generated tokens are found as a generated span."""
@@ -94,7 +94,7 @@ def test_a_prefix_hit_drafts_as_a_miss_does(pairs: Pairs, name: str) -> None:
     assert hit.metrics.cached_tokens == 150 + 50 - 1
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=6)
 @pytest.mark.parametrize(
     "lengths", [(K,), (0,), DRAFT_LENGTHS, (LOOKUP_LENGTH,), (K, *[LOOKUP_LENGTH] * 3)], ids=str
 )
@@ -155,7 +155,7 @@ def entries(cache: KvCache, view: SlotView, count: int) -> torch.Tensor:
     return torch.cat([pool.flatten(0, 1)[kv_slots].flatten(1) for pool in pools], 1)
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("lag", [1, 2])
 @pytest.mark.parametrize(
     ("spec", "lengths"),
@@ -195,6 +195,7 @@ def test_a_draft_model_that_is_the_target_has_its_cache(
     assert compared[0] > 15
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize("name", ["three", "three+ngram", "eagle+ngram", "dflash+ngram"])
 def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> None:
     """The heads' entries of a slot that sat out rounds are computed from the target's states, too."""
@@ -364,6 +365,7 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize(
     "name", ["three", "dflash", *slow("eagle", "one", "speculators", ASSISTED)]
 )
@@ -387,6 +389,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
         assert_same_runs(runs, plain)
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize("name", ["one", "three", "eagle", "dflash", "speculators", ASSISTED])
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends before the head has caught up leaves pages that a later prompt can draft from."""
@@ -400,6 +403,7 @@ def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), [turn.prompt_ids], [run])
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("name", ["three", "dflash", *slow("eagle", ASSISTED)])
 def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     prompts = [random_prompts(1, n, VOCAB, seed=n)[0] for n in (70, 130, 9, 200, 64, 30)]
@@ -412,6 +416,7 @@ def test_interrupted_texts_draft_as_before(pairs: Pairs, name: str) -> None:
     assert_the_reference_s(pairs.get(name), prompts, runs)
 
 
+@pytest.mark.covers(count=5)
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("name", ["three", "eagle", *BLOCK_DRAFTERS])
 def test_distributions_of_drafts_are_stored(pairs: Pairs, name: str, rule: str) -> None:

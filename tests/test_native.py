@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @needs_native
 @pytest.mark.usefixtures("untried")
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=20)
 @pytest.mark.parametrize("dtype", NATIVE)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_of_every_family_are_near_float32(model: Tiny, shape: str, dtype: str) -> None:

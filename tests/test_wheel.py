@@ -44,6 +44,7 @@ def test_the_wheel_holds_the_package_and_the_demos_only(wheel: Path) -> None:
     assert wheel.stat().st_size < 50 * 2**20
 
 
+@pytest.mark.slow
 def test_the_installed_executable_answers(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     install = [

@@ -27,7 +27,7 @@ from tests.server.conftest import serving
 
 
 @pytest.mark.usefixtures("keep_threads")
-@pytest.mark.covers(count=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["demo-hybrid", "demo"])
 def test_a_turn_prefills_what_it_adds(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,6 +127,7 @@ def test_files_of_many_types_have_their_k_in_turn() -> None:
     assert equality.models_name([Path("a.gguf"), Path("b.gguf")]) == "a.gguf and 1 more"
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("changed", ["token", "draft", pytest.param("end", marks=pytest.mark.slow)])
 def test_a_change_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changed: str) -> None:
     honest = equality.run
@@ -189,6 +190,7 @@ def test_a_planted_difference_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert compared(2, 1) == (moved, 0)
 
 
+@pytest.mark.slow
 def test_slow_tests_are_run_and_their_outcome_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_rounded_cache_is_compared_token_by_token() -> None:
     assert rounded_cache.compare(reference, rounded)["likeliest_changed"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_acceptance_is_measured_on_a_forced_text() -> None:
     """The target as its own drafter would have all drafts accepted on its own text, not on this."""
     options = {"spec": "mtp", "draft_model": None}

@@ -202,6 +202,7 @@ def test_a_model_that_fails_keeps_the_text_and_exits_with_9(ask, script) -> None
     assert "the model failed" in ran.err, "one object on stdout, the words on stderr"
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize(
     ("error", "code", "expected"),
     [

@@ -244,6 +244,7 @@ def assert_well_ended(case: Case, result: ProcessResult) -> None:
         assert out or err, report
 
 
+@pytest.mark.covers(count=12)
 @pytest.mark.parametrize("number", range(0, 300, 13))
 def test_a_run_ends_and_says_what_is_wrong(number: int, run: Callable) -> None:
     case = Case.draw(number)

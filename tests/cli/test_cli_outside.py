@@ -163,6 +163,7 @@ def test_locales_with_fewer_letters_get_utf8(folder) -> None:
     assert done.returncode == 2 and b"not Unicode text" in done.stderr
 
 
+@pytest.mark.covers(count=14)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_answers_inspect(spd_run: Callable, tmp_path: Path, family: str) -> None:
     """All tensors have the names that the family's code expects, and none is unused."""

@@ -72,6 +72,7 @@ def test_the_text_is_the_same_with_each_method(spd_run, tmp_path, model, methods
     assert all(reply == replies["off"] for reply in replies.values())
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("model", DEMOS)
 def test_a_chat_prefills_only_what_is_new_with_the_same_text(spd_run, tmp_path, model) -> None:
     first = "What does os.path.join do?"

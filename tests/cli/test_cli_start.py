@@ -197,6 +197,7 @@ def test_help_shows_this_editions_commands_panels_and_examples(spd_run) -> None:
     assert "spd generate --stats" in text.partition("Examples:")[2] and "\x1b" not in text
 
 
+@pytest.mark.covers(count=16)
 @pytest.mark.parametrize("columns", [40, 100, 200])
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_cuts_no_name_at_any_width_and_is_short(name, columns, spd_run, monkeypatch) -> None:

@@ -284,6 +284,7 @@ class ThinkOption:
     tokens: int | None
 
 
+@pytest.mark.covers(count=4)
 @pytest.mark.parametrize(
     "option",
     [

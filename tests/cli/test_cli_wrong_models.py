@@ -173,6 +173,7 @@ def wrong_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.covers(count=16)
 @pytest.mark.parametrize("wrong", WRONG_MODELS, ids=[wrong.name_or_path for wrong in WRONG_MODELS])
 def test_a_wrong_model_is_named_with_a_fix(
     wrong: WrongModel, wrong_models: Path, spd_run: Callable

@@ -89,7 +89,7 @@ def decided(rule: str, operands: Operands, share: float = 0.0) -> tuple[Tensor, 
     return result
 
 
-@pytest.mark.covers(2)
+@pytest.mark.covers(1, count=4)
 @rules
 @pytest.mark.parametrize("one_hot", [False, True], ids=["sampled", "one-hot"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5])

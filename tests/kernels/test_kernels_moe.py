@@ -241,7 +241,7 @@ EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
     ("int8", act, *SIZES[3]) for act in ACTS[1:]
 ]
 """With biases where the activation is gpt-oss's."""
-IN_LANE: tuple[int, ...] = (0, 1, 3, 6, 8, 9, 12, 15, 17, 18)
+IN_LANE: tuple[int, ...] = (1, 6, 8, 9, 12, 17)
 BLOCKS = [
     (name, SILU, 2, *((256, 256) if BY_NAME[name].elements == 256 else (64, 96)), 3, 2)
     for name in FORMS

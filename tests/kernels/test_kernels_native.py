@@ -391,6 +391,7 @@ DEPTH = 512
 """Enough work for several threads, in blocks that no number of them divides."""
 
 
+@pytest.mark.covers(count=4)
 def test_any_number_of_threads_gives_the_same_bits(
     native: NativeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +407,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         assert call >= 9 or torch.equal(native.pack(noise(WIDTH, DEPTH)).tiles, packed.tiles)
 
 
+@pytest.mark.covers(count=4)
 def test_two_callers_at_once_get_the_same_bits(
     native: NativeKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +421,7 @@ def test_two_callers_at_once_get_the_same_bits(
         assert all(torch.equal(result, alone) for result in results)
 
 
-@pytest.mark.covers(count=2)
+@pytest.mark.covers(count=1)
 def test_a_forked_child_computes(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none of its parent's threads, even where they were at work."""
     x = noise(4, DEPTH).to(native.dtype)

@@ -40,7 +40,7 @@ DRAWN = [(vocab, coarse) for vocab in (1, 2, 3, 17, 1000, 5003) for coarse in (F
 
 
 @pytest.mark.parametrize(
-    ("form", "vocab", "coarse"), parametrize_forms(DRAWN, (0, 3, 6, 9, 11)), indirect=["form"]
+    ("form", "vocab", "coarse"), parametrize_forms(DRAWN, (0, 3, 6, 9)), indirect=["form"]
 )
 def test_every_step_draws_the_references_tokens(form: Form, vocab: int, coarse: bool) -> None:
     assert_same_draws(
@@ -191,7 +191,7 @@ def assert_same_laws(form: Form, case: Any, steps: Steps) -> Tensor:
 plain_forms = pytest.mark.parametrize("form", ["torch", "triton"], indirect=True)
 
 
-@pytest.mark.covers(2)
+@pytest.mark.covers(1)
 @plain_forms
 @pytest.mark.parametrize("coarse", [False, True], ids=["fine", "ties"])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 17, 300])
@@ -209,8 +209,11 @@ def test_every_step_has_the_samplings_law(
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["triton", *COMPILED], indirect=True)
-@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.parametrize(
+    ("form", "name"),
+    parametrize_forms([(name,) for name in EXTREMES], range(0, 30, 4), "triton", *COMPILED),
+    indirect=["form"],
+)
 def test_truncation_keeps_the_right_tokens_at_its_edges(
     form: Form, name: str, small_blocks: None
 ) -> None:

@@ -93,13 +93,13 @@ EVERY_CASE: list[Any] = [
 ]
 EVERY_CASE += [(("int8", *shape), config) for shape in EIGHT_BIT_SHAPES for config in (SPLIT, None)]
 GATED = [act for act in ACTS if act.gated]
-FEW_CASES = [*EVERY_CASE[:24:4], *EVERY_CASE[24::5]]
+FEW_CASES = [*EVERY_CASE[:24:7], *EVERY_CASE[24::5]]
 """Of plain weights every second shape and every config; of each kind of eight bits two shapes."""
 CASES = [pytest.param(*case, slice(None), marks=pytest.mark.slow) for case in EVERY_CASE]
 CASES += [pytest.param(*case, slice(i % 2, i % 2 + 1)) for i, case in enumerate(FEW_CASES)]
-IN_LANE = ("Q8_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS")
-"""Types of blocks of the default lane: of each kind of codes and of scales one."""
-SLOW_TYPES = gguf_forms.FORMS.keys() - {*IN_LANE}
+IN_LANE = ("Q8_0", "Q4_K", "Q6_K", "int4 128", "e2m1 32", "e4m3 128")
+"""Codes of the default lane: of each kind of codes and of scales one."""
+SLOW_TYPES = {*gguf_forms.FORMS, *(case[0] for case in CODED)} - {*IN_LANE}
 CASES += [
     pytest.param(
         case,
@@ -506,7 +506,7 @@ def test_tiles_as_wide_as_the_gpu_answers_give_the_same_bits(n: int, k: int, kin
             assert torch.equal(single[:rows], together)
 
 
-@pytest.mark.covers(count=6)
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize(
     ("vocab", "k", "usable", "id_step"),
     [

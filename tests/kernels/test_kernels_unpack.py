@@ -76,6 +76,7 @@ def executed(
     return [*pair(registers["$0"], dtype).tolist(), *pair(registers["$1"], dtype).tolist()]
 
 
+@pytest.mark.covers(count=12)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("high", [False, True], ids=["low", "high"])
 @pytest.mark.parametrize("kind", ["int4", "nibble", "e2m1", "e4m3", "iq4", "mx4"])

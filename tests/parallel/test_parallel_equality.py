@@ -79,6 +79,7 @@ def family_folder(name: str, tiny: Tiny, folder: Path) -> Path:
     return tiny(name) if name in VARIANTS else write_dense(folder / name, name)
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize(
     ("name", "ranks"), [("gqa8", 4), ("deepseek_v3", 2), ("gemma2", 2), ("fp8", 4)]
 )
@@ -105,7 +106,7 @@ def test_int8_rows_have_the_scales_of_whole_rows(name: str, tiny: Tiny) -> None:
     assert plain_texts == drafted_texts
 
 
-@pytest.mark.covers(count=4)
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize(
     ("method", "ranks"),
     [

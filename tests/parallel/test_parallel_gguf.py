@@ -15,6 +15,7 @@ PARAMS = [SamplingParams(max_tokens=16, ignore_eos=True, temperature=t, seed=5) 
 PROMPTS = random_prompts(2, 20, 300, seed=4)
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q6_K", "Q8_0"])
 def test_speculation_on_two_ranks_changes_no_token(tmp_path: Path, kind: str) -> None:
     """Values have another type than queries and keys, which one rank stores in pieces."""

@@ -109,7 +109,7 @@ def test_a_recurrent_draft_model_drafts_the_same_on_one_or_two_ranks(
         ), group
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=1)
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("form", FORMS)
 def test_speculation_changes_no_token(agreeing: Path, form: str, method: str) -> None:

@@ -45,7 +45,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     }
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3))])
 def test_drafts_are_the_library_s(pairs: Pairs, kind: str, k: int) -> None:
@@ -116,6 +116,7 @@ def test_an_assistant_is_no_model(pairs: Pairs) -> None:
         make_engine(target, spec="assistant", draft_model=target)
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_suppressed_ids_are_not_drafted(pairs: Pairs, tmp_path: Path, kind: str) -> None:
     target, folder = pairs[kind]

@@ -77,6 +77,7 @@ def threads(monkeypatch: pytest.MonkeyPatch, keep_threads: None) -> None:
     monkeypatch.setattr(plan, "usable_cpus", lambda: (0, 1))
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.skipif(
     unavailable_reason() is not None, reason=f"no C kernels: {unavailable_reason()}"
 )

@@ -66,6 +66,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covers(count=4)
 @pytest.mark.parametrize(("name", "k"), CASES)
 def test_drafts_are_the_reference_s(tmp_path: Path, name: str, k: int) -> None:
     is_short = DEFAULT_LANE.get(name) == k

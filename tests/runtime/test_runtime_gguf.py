@@ -119,6 +119,7 @@ def test_a_file_of_several_types_is_kept_packed(tmp_path: Path, kernels: str) ->
     assert engine.info.plan["weight_bytes"] < 1.1 * file.stat().st_size
 
 
+@pytest.mark.covers(count=4)
 @pytest.mark.parametrize(
     ("kind", "kernels"),
     [

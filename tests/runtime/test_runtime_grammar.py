@@ -107,6 +107,7 @@ CASES: list[tuple[float, dict[str, Any], tuple[int, ...]]] = [
 ]
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize(("temperature", "options", "lags"), CASES)
 def test_texts_match(
     target: Path,
@@ -147,7 +148,7 @@ GUIDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("method", GUIDED)
@@ -665,7 +666,7 @@ def distribution_error(case: RuleCase) -> float:
         return difference(case, masked, GrammarEnumeration(case, table, allowed).all_masses())
 
 
-@pytest.mark.covers(2)
+@pytest.mark.covers(1, count=3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("ks", [(1,), (2,), (1, 1), pytest.param((3,), marks=pytest.mark.slow)])

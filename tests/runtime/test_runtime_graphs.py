@@ -138,7 +138,7 @@ OTHERS = [
 CASES = [*QUICK, *(pytest.param(method, k, marks=pytest.mark.slow) for method, k in OTHERS)]
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=2)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize(("method", "k"), CASES)
 def test_replays_are_eager_rounds(
@@ -364,6 +364,7 @@ def lengths_of(shapes: Sequence[RoundShape], slots: int) -> set[tuple[int, int]]
     return {(shape.k, shape.next_k) for shape in shapes if shape.slots == slots}
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize(("adaptive", "k"), [(False, 3), (True, 3), (False, 0), (True, 1)])
 def test_few_shapes_are_captured_in_order(
     pairs: Pairs, watched: Watched, adaptive: bool, k: int
@@ -405,7 +406,7 @@ def test_how_many_and_for_whom_can_be_told(pairs: Pairs, watched: Watched) -> No
     assert engine.capture_ahead([GREEDY]) == 0, "while anything runs"
 
 
-@pytest.mark.covers(count=2)
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("method", ["off", "ngram", "block", "one"])
 def test_first_requests_capture_nothing(pairs: Pairs, watched: Watched, method: str) -> None:
     """A request for every slot at once, and one alone, with all state of a sampler."""
@@ -507,7 +508,7 @@ def requests() -> list[Request]:
     return requests_
 
 
-@pytest.mark.covers(count=3)
+@pytest.mark.covers(1, count=1)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("method", ["off", "ngram", "one", "one+ngram", "block+ngram"])
 def test_texts_are_those_of_whole_rounds(
@@ -527,6 +528,7 @@ def test_texts_are_those_of_whole_rounds(
     assert captured.replays > len(captured.captured)
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("method", ["one+ngram", "block+ngram"])
 def test_a_part_is_made_of_the_same_memory_and_of_nothing_wider(pairs: Pairs, method: str) -> None:
     """A proposer with a tensor by slots that is not narrowed fails here."""

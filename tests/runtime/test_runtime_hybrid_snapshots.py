@@ -101,6 +101,7 @@ def check_hits(
         check_pages(engines[0].scheduler)
 
 
+@pytest.mark.covers(1, count=2)
 @pytest.mark.parametrize("method", ["ngram", "mtp", "draft", "mtp+ngram"])
 @pytest.mark.parametrize("form", NATIVE_FIRST)
 def test_a_prefix_hit_equals_a_miss(pairs: Pairs, form: str, method: str) -> None:
@@ -207,6 +208,7 @@ SNAPSHOT_CASES: dict[str, tuple[list[tuple[int, ...]], Spans, list[int]]] = {
 }
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize("name", SNAPSHOT_CASES)
 def test_snapshots_are_taken_where_texts_part(
     pairs: Pairs, name: str, monkeypatch: pytest.MonkeyPatch

@@ -134,6 +134,7 @@ def test_the_plan_states_whether_activations_are_rounded(
         assert caught.value.fix[0] == fix
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rounded_activations_move_the_demos_logits_a_little(dtype: str) -> None:
     """Between 0.1 and 5 per cent of their spread; C and torch agree up to their other operations."""

@@ -388,6 +388,7 @@ MANY: tuple[tuple[Any, str], ...] = (
 """Schemas whose parser has longer rows than llguidance allows by itself, and a text."""
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize(("schema", "text"), MANY)
 def test_many_properties_are_held_to_the_end(schema: Any, text: str) -> None:
     demo = ModelFolder.resolve("demo")

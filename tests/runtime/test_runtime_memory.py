@@ -442,7 +442,7 @@ def assert_still_right(engine: Engine, folder: Path, **options: Any) -> None:
     assert not engine.has_work
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=3)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("place", RUNNING, ids=[entry[0] for entry in RUNNING])

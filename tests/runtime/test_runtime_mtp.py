@@ -96,6 +96,7 @@ def compare_drafts(plain: PlainDrafter, runs: Runs, max_rounds: int = 1000) -> t
     return wrong, num_compared, rejected
 
 
+@pytest.mark.covers(count=5)
 @pytest.mark.parametrize(
     ("name", "k"),
     [

@@ -369,11 +369,13 @@ WORDS_OF_A_CATCH = (
 )
 
 
+@pytest.mark.covers(count=10)
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_program_passes(check: str, models: Path) -> None:
     CHECKS[check](models)
 
 
+@pytest.mark.covers(count=17)
 @pytest.mark.parametrize(
     ("check", "mutant"), [(check, name) for check in MUTANTS for name in MUTANTS[check]]
 )
@@ -393,6 +395,7 @@ def test_one_round_has_the_targets_distribution(
     check_distribution(Case((k,), seed=k, masked=masked), draft_distribution)
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize("ks", [(1, 1), (0, 2), (2, 0, 1), (1, 1, 1)])
 def test_rounds_in_a_row_have_the_targets_distribution(ks: tuple[int, ...]) -> None:
     check_distribution(Case(ks, seed=11), "random", "only-zeros-match")

@@ -144,7 +144,7 @@ def test_rows_of_empty_slots_are_not_run(
         assert row_counts and max(row_counts[-4:]) <= limit and max(head_row_counts[-4:]) <= limit
 
 
-@pytest.mark.covers(1)
+@pytest.mark.covers(1, count=2)
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("draft_max", [1, 3])
 @pytest.mark.parametrize("spec", ["off", "ngram", "draft", "mtp"])

@@ -314,6 +314,7 @@ NOISE_MUTANTS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+@pytest.mark.covers(count=2)
 @pytest.mark.parametrize("mutant", NOISE_MUTANTS)
 def test_shared_noise_is_seen(mutant: str, monkeypatch: Patch) -> None:
     change, rule = NOISE_MUTANTS[mutant]

@@ -140,6 +140,7 @@ def test_faults_are_caught(target: Path, methods: Methods, monkeypatch: Patch) -
         test_greedy_texts_are_the_plain_ones(target, methods, "draft", "block")
 
 
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize("rule", ["coupled", *RULES])
 @pytest.mark.parametrize("who", ["runner", "draft"])
 def test_logits_that_are_not_finite_cost_one_request(

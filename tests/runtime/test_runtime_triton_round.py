@@ -147,7 +147,7 @@ def test_every_method_gives_the_same_text_by_both_forms(
 @pytest.mark.parametrize(
     ("method", "rule", "count"),
     [
-        ("ngram", "rejection", 4),
+        pytest.param("ngram", "rejection", 4, marks=SLOW),
         ("draft+ngram", "block", 4),
         pytest.param("draft", "block", 5, marks=SLOW),
         pytest.param("ngram", "block", 16, marks=SLOW),
@@ -273,6 +273,10 @@ FAMILIES: dict[str, tuple[Callable[[Path], Made], int, int]] = {
     },
 }
 SLOW_FAMILIES = (
+    "windows and caps",
+    "two modules",
+    "Mamba layers",
+    "int8",
     "latents and a head in eight bits",
     "sinks in eight bits",
     "FP8 in blocks",
@@ -334,6 +338,7 @@ def test_an_eagle3_head_drafts_the_same_by_both_forms(
     assert count_accepted(first) < count_drafted(first) and (count_accepted(first) or ids == "few")
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -182,6 +182,7 @@ TOOLS = [
 ]
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_time"}}]
 )

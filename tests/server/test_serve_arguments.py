@@ -245,7 +245,7 @@ def many_functions() -> dict[str, Any]:
     return functions
 
 
-@pytest.mark.covers(count=6)
+@pytest.mark.covers(count=3)
 @pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form.channels])
 def test_many_functions_are_held(form: str) -> None:
     """Shared rules are written once, without descriptions, and the grammar is cached."""

@@ -373,6 +373,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.covers(count=10)
 @pytest.mark.parametrize("form", FORMS)
 def test_any_text_ends_and_pieces_do_not_matter(form: str) -> None:
     chance = random.Random(form)

@@ -249,9 +249,8 @@ def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:
     """Others can reach it, or it belongs to another user."""
     (tmp_path / "spd").mkdir(mode=0o755)
     (tmp_path / "spd" / "x.sock").touch()
-    ran = [
-        spd(tmp_path, words) for words in (["generate", QUESTION], ["serve"], ["serve", "--status"])
-    ]
+    commands = (["generate", QUESTION], ["serve", "--port", "0"], ["serve", "--status"])
+    ran = [spd(tmp_path, words) for words in commands]
     if os.geteuid() == 0:  # only root can give a folder away
         (tmp_path / "spd").chmod(0o700)
         os.chown(tmp_path / "spd", 65534, -1)
@@ -317,11 +316,13 @@ def test_a_detached_server_ends_after_idle_time(tmp_path: Path) -> None:
     )
     wait_until(lambda: not list((tmp_path / "spd").iterdir()))  # neither socket nor log stays
     assert spd(tmp_path, "serve", "--stop").returncode == 3
-    refused, detached = (spd(tmp_path, "serve", "./none", words) for words in ([], ["--detach"]))
+    serve = ["serve", "./none", "--port", "0"]
+    refused, detached = (spd(tmp_path, serve, words) for words in ([], ["--detach"]))
     assert refused.returncode == 3 and (detached.returncode, detached.stderr) == (3, refused.stderr)
     assert not list((tmp_path / "spd").iterdir())
 
 
+@pytest.mark.slow
 def test_a_form_of_calls_that_is_not_known_is_noted(tmp_path: Path) -> None:
     """Once, when the server begins."""
     model = tmp_path / "model"

@@ -285,6 +285,7 @@ def test_speculation_keeps_the_demos_text_past_a_tie() -> None:
     assert result.tokens == 215 and result.differences == []
 
 
+@pytest.mark.covers(count=1)
 @pytest.mark.parametrize(
     "plant", [verify(first_is_free), kv_one_off], ids=["first-is-free", "kv-one-off"]
 )
