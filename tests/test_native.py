@@ -158,7 +158,7 @@ def test_the_reason_against_c_kernels_is_reported(model: Tiny, monkeypatch: Patc
 def test_the_dtype_follows_the_kernels(monkeypatch: Patch) -> None:
     """`auto` is bfloat16 where C kernels run; else it is torch's choice, and the plan still says
     why."""
-    of_torch = "bfloat16" if Machine("cpu", 0).fast_bfloat16 else "float32"
+    of_torch = "bfloat16" if Machine("cpu", 0).has_fast_bfloat16 else "float32"
 
     def planned(**options: Any) -> tuple[str, str, str]:
         plan = make_plan(EngineConfig(model=demo_folder(), device="cpu", **options))

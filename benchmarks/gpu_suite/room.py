@@ -14,7 +14,7 @@ UNLIMITED_BYTES = 2**62
 
 def plan_anyway(config: EngineConfig) -> EnginePlan:
     """Return the plan of an engine with every slot at full length, even if it does not fit."""
-    with mock.patch.object(machine, "free_memory", lambda device: UNLIMITED_BYTES):
+    with mock.patch.object(machine, "free_memory_bytes", lambda device: UNLIMITED_BYTES):
         return make_plan(config)
 
 
@@ -25,7 +25,7 @@ def needed_bytes(plan: EnginePlan) -> int:
 
 def usable_bytes(config: EngineConfig, device: str) -> int:
     """Return the bytes that engines like this one may use of the free memory."""
-    return int(machine.free_memory(device) * config.memory_fraction)
+    return int(machine.free_memory_bytes(device) * config.memory_fraction)
 
 
 def side_by_side(needs: Mapping[str, int], usable: int) -> list[tuple[str, ...]]:

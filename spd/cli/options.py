@@ -28,7 +28,7 @@ from spd.cli.parser import (
     parse_value,
 )
 from spd.errors import UsageError
-from spd.runtime.plan.config import ARBITRATED, METHODS
+from spd.runtime.plan.config import ARBITRATED_SPECS, METHODS
 
 MODEL_PANEL = "Model and drafts"
 THINK_METAVAR = "on|off|hide|N"
@@ -73,7 +73,7 @@ def _complete_paths(incomplete: str) -> list[str]:
 
 def spec_names(incomplete: str) -> list[str]:
     """Return the names of all methods, single and combined; `incomplete` is ignored."""
-    return [*METHODS, *ARBITRATED]
+    return [*METHODS, *ARBITRATED_SPECS]
 
 
 COMPLETERS: dict[str | None, Callable[[str], list[str]] | Callable[[], list[str]]] = {

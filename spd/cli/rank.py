@@ -15,12 +15,12 @@ from contextlib import suppress
 
 from spd.cli.terminal.console import write_stderr
 from spd.errors import EngineError
-from spd.runtime.ranks.follower import EXIT_LEADER_LOST, NO_ANSWER, follow
-from spd.runtime.ranks.rendezvous import END, RankSpec, connect_store, next_engine
+from spd.runtime.ranks.follower import EXIT_LEADER_LOST, NO_ANSWER_TEXT, follow_leader
+from spd.runtime.ranks.rendezvous import END_KEY, RankSpec, connect_torchrun_store, next_engine
 
 ENGINE_COMMANDS = ("generate", "chat", "serve", "bench", "verify")
 """Commands that run engines."""
-LOST_MESSAGE = f"error: rank 0: {NO_ANSWER}\n"
+LOST_MESSAGE = f"error: rank 0: {NO_ANSWER_TEXT}\n"
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     status = 1
     try:
-        status = follow(spec, lambda status: _exit_rank(spec, status))
+        status = follow_leader(spec, lambda status: _exit_rank(spec, status))
     finally:
         os._exit(status)  # threads inside a library would keep the process alive
 
@@ -66,11 +66,11 @@ def run_rank(rank: int, argv: list[str], local_rank: str) -> int:
 
     if not any(word in ENGINE_COMMANDS for word in argv):
         return 0
-    store = connect_store()
+    store = connect_torchrun_store()
     crew_number = 1
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        while not store.check([END]):
+        while not store.check([END_KEY]):
             if any(process.poll() == EXIT_LEADER_LOST for process in processes):
                 write_stderr(LOST_MESSAGE)
                 return EngineError.exit_code
@@ -95,4 +95,4 @@ def run_rank(rank: int, argv: list[str], local_rank: str) -> int:
 def release_ranks() -> None:
     """Tell the other ranks through the store that rank 0 has ended."""
     with suppress(EngineError, RuntimeError):
-        connect_store().set(END, "")
+        connect_torchrun_store().set(END_KEY, "")

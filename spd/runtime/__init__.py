@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter, takes_draft_model
     from spd.runtime.plan.machine import machine_from_driver
-    from spd.runtime.plan.memory_fit import at_context, fit_to_memory, longest_context
+    from spd.runtime.plan.memory_fit import fit_to_memory, longest_context, with_context
     from spd.runtime.plan.plan import EnginePlan, draft_context, make_plan, resolve_plan
     from spd.runtime.ranks.leader import start_rank_process
     from spd.runtime.round.sampling_params import SamplingParams
@@ -75,7 +75,7 @@ _HOMES = {
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter", "takes_draft_model"),
     "plan.machine": ("machine_from_driver",),
-    "plan.memory_fit": ("at_context", "fit_to_memory", "longest_context"),
+    "plan.memory_fit": ("with_context", "fit_to_memory", "longest_context"),
     "plan.plan": ("EnginePlan", "draft_context", "make_plan", "resolve_plan"),
     "ranks.leader": ("start_rank_process",),
     "round.sampling_params": ("SamplingParams",),

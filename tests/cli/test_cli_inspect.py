@@ -150,13 +150,15 @@ def test_a_context_beyond_the_memory_does_not_fit(
         return spd_run("inspect", weighted_model, "--json").json["needs"]
 
     monkeypatch.setattr(machine, "LIBRARY", "none of that name")
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**16)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**16)
     ran = spd_run("inspect", weighted_model)
     assert ran.code == 0 and " · free 64.00 KiB · " in ran.text and " · fits no" in ran.text
     assert needs()["fits"] is False
     edit_json(weighted_model / "config.json", max_position_embeddings=8192)
     totals = [row["total"] for row in needs()["contexts"]]
-    monkeypatch.setattr(machine, "free_memory", lambda device: (totals[0] + totals[-1]) * 5 // 9)
+    monkeypatch.setattr(
+        machine, "free_memory_bytes", lambda device: (totals[0] + totals[-1]) * 5 // 9
+    )
     report = needs()
     fits = [row["fits"] for row in report["contexts"]]
     assert fits == [row["total"] <= report["usable"] for row in report["contexts"]]
@@ -179,7 +181,7 @@ def test_a_gpu_is_foreseen_by_its_driver() -> None:
     gpu_machine = machine.machine_from_driver(
         lambda name: SimpleNamespace(**calls, nvmlDeviceGetMemoryInfo=memory)
     )
-    assert (gpu_machine.device, gpu_machine.free) == ("cuda", 7 * 2**30)
+    assert (gpu_machine.device, gpu_machine.free_bytes) == ("cuda", 7 * 2**30)
     assert machine.machine_from_driver(lambda name: object()).device == "cpu"
 
 

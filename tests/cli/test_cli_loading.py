@@ -221,7 +221,7 @@ def test_memory_that_runs_out_ends_with_5(spd_run, bare, monkeypatch, random_wei
     monkeypatch.setattr(Round, "run", make_failing(MemoryError()))
     ran = spd_run(argv, "-q", "-o", os.devnull)
     assert_refused(ran, 5, "out of memory on cpu while running", "(frees ")
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**18)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**18)
     monkeypatch.setattr(assembly, "load_model", None)
     ran = spd_run("generate", "-m", bare, "--prompt-ids", "1", "--ctx", "128")
     assert_refused(ran, 5, "not enough memory on cpu", "weights", "workspace", "(frees ")

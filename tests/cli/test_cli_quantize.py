@@ -190,7 +190,7 @@ def test_what_a_draft_model_is_follows_from_its_files(spd_run: Callable, tmp_pat
             assert "convert-mtp" in refusal.fix[-1] or spec != "mtp"
             continue
         assert drafter.method == expected and drafter.reason.startswith("asked for"), (name, spec)
-        source = drafter.source()
+        source = drafter.weights_source()
         assert source is not None and source[1].path == drafts[name], (name, spec)
     facts = spd_run("inspect", "demo", "--draft", drafts["head"], "--json").json["speculation"]
     assert (facts["method"], facts["reason"]) == ("mtp", "it is given with --draft")

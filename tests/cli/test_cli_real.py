@@ -213,7 +213,7 @@ def test_drafters_that_do_not_fit_are_refused(spd_run, pair, tmp_path: Path) -> 
 def test_a_refusal_for_memory_names_options_that_the_command_has(
     spd_run, pair, monkeypatch, command: str
 ) -> None:
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**21)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**21)
     if command == "generate":
         ran = spd_run("generate", "-m", pair[0], "--draft-model", pair[1], "--ctx", 512, "Hi")
         assert "--spec ngram, without --draft-model" in ran.err
@@ -221,7 +221,7 @@ def test_a_refusal_for_memory_names_options_that_the_command_has(
         ran = spd_run(command, "-m", "demo", "-n", 8)
         needed = float(re.findall(r"needed are ([\d.]+) MiB", ran.err)[0])
         # With so much more --memory-fraction would suffice, which verify lacks.
-        monkeypatch.setattr(machine, "free_memory", lambda device: int(1.03 * 2**20 * needed))
+        monkeypatch.setattr(machine, "free_memory_bytes", lambda device: int(1.03 * 2**20 * needed))
         ran = spd_run(command, "-m", "demo", "-n", 8)
         assert ("--memory-fraction" in ran.err) is (command == "bench")
     assert ran.code == 5 and "not enough memory" in ran.err

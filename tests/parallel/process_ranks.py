@@ -13,7 +13,7 @@ from typing import Any
 from spd.runtime import Engine
 from spd.runtime.ranks import communicator, leader
 from spd.runtime.ranks.communicator import ProcessGroup
-from spd.runtime.ranks.leader import PROGRAM
+from spd.runtime.ranks.leader import RANK_PROGRAM
 from spd.runtime.round.local_queue import LocalRoundQueue
 from tests.helpers import Patch
 
@@ -60,7 +60,7 @@ LocalRoundQueue.write_traffic = write_traffic
 def count_traffic(patch: Patch, folder: Path) -> Callable[[Engine], dict[int, Any]]:
     """Count in engines made from now on; return a reader of the counts of all ranks."""
     program = COUNTING_PROGRAM.replace("FOLDER", repr(str(folder)))
-    patch.setattr(leader, "PROGRAM", f"{program}\n{PROGRAM}")
+    patch.setattr(leader, "RANK_PROGRAM", f"{program}\n{RANK_PROGRAM}")
     for owner, name in (
         (ProcessGroup, "gather"),
         (ProcessGroup, "broadcast"),
@@ -155,7 +155,7 @@ def record_peak_memory() -> Iterator[dict[int, int]]:
         while not done.wait(0.01):
             for pid in children(os.getpid()):
                 with suppress(OSError, StopIteration):
-                    if PROGRAM.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    if RANK_PROGRAM.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
                         continue  # still a copy of this process
                     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
                     anonymous_line = next(line for line in lines if line.startswith("RssAnon:"))

@@ -22,7 +22,7 @@ from spd.errors import EngineError
 from spd.runtime import EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.ranks import leader
 from spd.runtime.ranks.communicator import describe_rank
-from spd.runtime.ranks.follower import LOOPBACK, connect
+from spd.runtime.ranks.follower import LOOPBACK, connect_to_leader
 from spd.runtime.ranks.leader import Leader
 from tests.helpers import Patch, Tiny, make_engine, random_prompts
 from tests.parallel import process_ranks
@@ -221,8 +221,8 @@ def crowd(_: object, address: Mapping[str, Any]) -> None:
         silent = []
         silent += [socket.create_connection((host, port)) for _ in range(40)]
         with suppress(AuthenticationError):
-            connect(host, port, b"another key")
-        line, _ = connect(host, port, bytes.fromhex(address["key"]))
+            connect_to_leader(host, port, b"another key")
+        line, _ = connect_to_leader(host, port, bytes.fromhex(address["key"]))
         line.send_message(("hello", 1, describe_rank("cpu")))
         wait_until(lambda: line.closed, 1)
         while silent:  # each was asked for what it knows, and has heard nothing else
@@ -238,7 +238,9 @@ def test_a_silent_connection_keeps_no_rank_waiting(tiny: Tiny, monkeypatch: Patc
     with socket.create_server((LOOPBACK, 0)) as store:
         host, port = store.getsockname()
         monkeypatch.setattr(leader, "START_SECONDS", 20)
-        monkeypatch.setattr(leader, "connect_store", lambda: SimpleNamespace(host=host, port=port))
+        monkeypatch.setattr(
+            leader, "connect_torchrun_store", lambda: SimpleNamespace(host=host, port=port)
+        )
         monkeypatch.setattr(leader, "announce_engine", crowd)
         met = Leader(make_plan(EngineConfig(model=tiny("qwen3"), tp=2, rendezvous=2)))
     met.close()

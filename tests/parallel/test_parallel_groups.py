@@ -39,7 +39,7 @@ def test_exchanges_run_on_the_rounds_own_stream() -> None:
     assert torch.equal(group.sum(torch.ones(3)), torch.full((3,), 2.0))
     group.broadcast(torch.ones(2))
     assert [options.asyncOp for options in torch_group.options] == [False, False]
-    assert not group.heartbeat.waiting
+    assert not group.heartbeat.is_waiting
 
 
 def test_every_group_has_exchanged_before_a_round_is_captured() -> None:

@@ -74,7 +74,7 @@ class RememberingRunner:
 
     def __init__(self, state: RoundState, table: Tensor, script: Script, head: bool) -> None:
         pages = state.page_table.shape[1]
-        self.cache = SimpleNamespace(page_size=PAGE_SIZE, recurrent=False)
+        self.cache = SimpleNamespace(page_size=PAGE_SIZE, has_recurrent_layers=False)
         self.trash_slot = 0
         self.model = SimpleNamespace(vocab_size=VOCAB)
         self.pool = torch.full(((1 + state.slots * pages) * PAGE_SIZE,), -1, dtype=torch.long)

@@ -14,7 +14,7 @@ from spd.formats.folder import ModelFolder
 from spd.runtime import EngineConfig, SamplingParams
 from spd.runtime.models.assistant import check_assistant
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.memory import measure
+from spd.runtime.plan.memory import measure_memory
 from spd.runtime.plan.plan import resolve_plan
 from tests.helpers import edit_config, make_engine, random_prompts, run_all, run_one
 from tests.recipes.mtp_folders import write_hollow
@@ -320,6 +320,6 @@ def test_a_published_assistant_is_planned_for(tmp_path: Path, name: str) -> None
     assert elements == pytest.approx(size, rel=0.1), "the size in its name"
     plan = resolve_plan(EngineConfig(model=target, spec="assistant"), CARD)
     assert plan.drafter.reason == "the model's own assistant, it-assistant"
-    need = measure(plan.shape)
+    need = measure_memory(plan.shape)
     assert plan.shape.draft.head_kind == "assistant" and need.draft_cache == 0
     assert need.draft_weights == pytest.approx(2 * elements, rel=0.02)

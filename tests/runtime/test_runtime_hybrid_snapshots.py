@@ -151,23 +151,23 @@ def test_a_chat_prefills_only_new_tokens(pairs: Pairs, form: str, method: str, l
     assert [run.metrics.cached_tokens for run in runs] == expected_cached[:-1]
     store = get_local_queue(engine).snapshots
     plan = engine.plan
-    assert 1 < len(store.places) <= plan.shape.snapshots
+    assert 1 < len(store.places) <= plan.shape.num_snapshots
     for place in store.places.values():
         assert sum(copy.nbytes for copy in place) == snapshot_nbytes(plan.shape)
-    assert plan.need.checkpoints == plan.shape.snapshots * snapshot_nbytes(plan.shape)
+    assert plan.need.checkpoints == plan.shape.num_snapshots * snapshot_nbytes(plan.shape)
     assert plan.as_dict()["checkpoint_bytes"] == plan.need.checkpoints and plan.shares_prefixes
 
 
 def test_the_least_recently_used_snapshot_is_evicted(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "NUM_SNAPSHOTS", 3)
+    monkeypatch.setattr(plans, "EXTRA_SNAPSHOTS", 3)
     engine = make_pair_engine(pairs, "torch", "off")
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     store = get_local_queue(engine).snapshots
     where = set[int]()
     assert (
-        engine.plan.shape.snapshots == 5
+        engine.plan.shape.num_snapshots == 5
     )  # two a slot; and each text keeps two, one of them of its reply
     a, b, c, d = random_prompts(4, 30, 256, seed=8)
     cached = []
@@ -180,9 +180,9 @@ def test_the_least_recently_used_snapshot_is_evicted(
 def test_without_memory_for_snapshots_no_prefix_is_shared(
     pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_fit, "SHARE_OF_SNAPSHOTS", 2**50)
+    monkeypatch.setattr(memory_fit, "SNAPSHOT_MEMORY_DIVISOR", 2**50)
     engine = make_pair_engine(pairs, "torch", "off")
-    assert engine.plan.shape.snapshots == 0 and not engine.plan.shares_prefixes
+    assert engine.plan.shape.num_snapshots == 0 and not engine.plan.shares_prefixes
     prompt = random_prompts(1, 70, 256)
     params = [SamplingParams(max_tokens=2)]
     assert [run_all(engine, prompt, params)[0].metrics.cached_tokens for _ in range(2)] == [0, 0]
@@ -221,7 +221,7 @@ def test_snapshots_are_taken_where_texts_part(
     runs = [run_requests(engine, [Request("x", prompt, params, spans)])[0] for prompt in prompts]
     assert [run.metrics.cached_tokens for run in runs] == cached
     assert runs[-1].output == run_all(fresh, prompts[-1:], [params])[0].output
-    assert engine.plan.shape.snapshots < 15
+    assert engine.plan.shape.num_snapshots < 15
 
 
 def test_a_recurrent_draft_model_continues_where_its_target_has_no_states(pairs: Pairs) -> None:

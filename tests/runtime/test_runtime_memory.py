@@ -29,10 +29,10 @@ from spd.runtime.plan import machine, memory, memory_fit
 from spd.runtime.plan.config import format_size
 from spd.runtime.plan.memory import (
     EngineShape,
-    measure,
+    measure_memory,
     tensor_bytes,
 )
-from spd.runtime.plan.memory_fit import at_context, refusal
+from spd.runtime.plan.memory_fit import memory_error, with_context
 from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
@@ -217,14 +217,14 @@ def test_the_largest_that_fits_is_found() -> None:
 
 def test_an_automatic_context_is_the_longest_that_fits(tiny: Tiny, monkeypatch: Patch) -> None:
     config = EngineConfig(model=tiny("qwen3", max_positions=8192), dtype="float32")
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**40)
     full_plan = make_plan(config)
     assert full_plan.shape.ctx == 8192 and full_plan.need.total < 2**30
-    monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: full_plan.need.total)
     cut = make_plan(config)
     assert 64 <= cut.shape.ctx < 8192 and cut.need.total <= cut.memory_budget_bytes
     longer = replace(cut.shape, ctx=cut.shape.ctx + 64)
-    assert measure(longer).total > cut.memory_budget_bytes == int(full_plan.need.total * 0.9)
+    assert measure_memory(longer).total > cut.memory_budget_bytes == int(full_plan.need.total * 0.9)
 
 
 def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Patch) -> None:
@@ -232,30 +232,30 @@ def test_pages_give_way_before_an_automatic_context(tiny: Tiny, monkeypatch: Pat
     config = EngineConfig(
         model=tiny("qwen3", max_positions=8192), dtype="float32", kernels="torch", slots=4
     )
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**40)
     full_plan = make_plan(config)
     assert (full_plan.shape.ctx, full_plan.shape.num_pages) == (
         8192,
         NUM_RESERVED_PAGES + 4 * memory.pages_per_slot(8192),
     )
-    monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: full_plan.need.total)
     fewer = make_plan(config)
     assert fewer.shape.ctx == 8192 and 130 <= fewer.shape.num_pages < full_plan.shape.num_pages
     assert fewer.need.total <= fewer.memory_budget_bytes
     more_pages = replace(fewer.shape, pages=fewer.shape.num_pages + 8)
-    assert measure(more_pages).total > fewer.memory_budget_bytes
-    monkeypatch.setattr(machine, "free_memory", lambda device: full_plan.need.total // 2)
+    assert measure_memory(more_pages).total > fewer.memory_budget_bytes
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: full_plan.need.total // 2)
     shorter = make_plan(config)
     assert shorter.shape.ctx < 8192 and shorter.shape.num_pages - 2 >= shorter.shape.ctx // 64
 
 
 def refused(shape: EngineShape, free: int, **options: Any) -> list[str]:
-    error = refusal(shape, "cuda:0", free, options.pop("fraction", 0.9), **options)
+    error = memory_error(shape, "cuda:0", free, options.pop("fraction", 0.9), **options)
     assert error.exit_code == 5 and error.code == "resources"
     assert "cuda:0" in error.message and f"{shape.ctx:,}" in error.message
     assert (
-        error.reason[1] == measure(shape).summary()
-        and format_size(measure(shape).total) in error.reason[0]
+        error.reason[1] == measure_memory(shape).summary()
+        and format_size(measure_memory(shape).total) in error.reason[0]
     )
     return list(error.fix)
 
@@ -263,7 +263,7 @@ def refused(shape: EngineShape, free: int, **options: Any) -> list[str]:
 def test_a_refusal_names_every_part_and_what_would_fit() -> None:
     shape = shape_8b(draft=SMALL)
     fix = refused(shape, 24 * GIB)
-    words = measure(shape).summary()
+    words = measure_memory(shape).summary()
     for part in ("weights", "draft weights", "cache", "draft cache", "workspace", "graphs"):
         assert re.search(rf"(^|\+ ){part} \d", words), words
     context, cache, ngram, *_ = fix
@@ -276,9 +276,9 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
     assert enough == sorted(enough, reverse=True) and not all(enough), "what suffices comes first"
     ctx = int(context.split()[1])
     assert ctx % 1024 == 0 and "not enough" not in context
-    assert measure(at_context(shape, ctx)).total <= 24 * GIB * 0.9
-    assert measure(at_context(shape, ctx + 1024)).total > 24 * GIB * 0.9
-    frees = measure(shape).total - measure(at_context(shape, ctx)).total
+    assert measure_memory(with_context(shape, ctx)).total <= 24 * GIB * 0.9
+    assert measure_memory(with_context(shape, ctx + 1024)).total > 24 * GIB * 0.9
+    frees = measure_memory(shape).total - measure_memory(with_context(shape, ctx)).total
     assert f"(frees {format_size(frees)})" in context
 
 
@@ -287,7 +287,7 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
 def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
     forms = {"int8": WeightForm("int8"), "int4": WeightForm("int4")}
-    for remedy in memory_fit.remedies(shape, free * GIB, draft_flag=True):
+    for remedy in memory_fit.memory_remedies(shape, free * GIB, draft_flag=True):
         option = remedy.partition("  ")[0]
         flag, value = option.split(",")[0].rsplit(" ", 1)
         form = forms[value] if flag == "--quantize" else None
@@ -299,9 +299,9 @@ def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> No
         changes["--spec"] = {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)}
         changes["--quantize"] = {"form": form, "draft_form": form}
         other = changes[flag] if flag in changes else {"slots": int(value)}
-        changed = at_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
-        frees = measure(shape).total - measure(changed).total
-        alone = "" if measure(changed).total <= free * GIB else ", not enough alone"
+        changed = with_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
+        frees = measure_memory(shape).total - measure_memory(changed).total
+        alone = "" if measure_memory(changed).total <= free * GIB else ", not enough alone"
         assert remedy == f"{option}  (frees {format_size(frees)}{alone})" and frees > 0
 
 
@@ -313,7 +313,7 @@ def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
     assert not any("ngram" in line for line in refused(shape_8b(), 16 * GIB)), (
         "nothing is freed by it"
     )
-    total = measure(shape_8b()).total
+    total = measure_memory(shape_8b()).total
     fix = refused(shape_8b(), int(total * 1.05))
     fraction = float(next(line for line in fix if line.startswith("--memory-fraction ")).split()[1])
     assert fraction <= 1 and total * 1.05 * fraction >= total
@@ -321,7 +321,7 @@ def test_when_a_draft_model_and_the_memory_fraction_are_advised() -> None:
 
 
 def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(machine, "free_memory", lambda device: 2**16)
+    monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**16)
     config = EngineConfig(
         model=tiny("qwen3"), dtype="bfloat16", quantize="int8", kv="int8", spec="off"
     )
@@ -330,7 +330,7 @@ def test_where_nothing_helps_it_says_so(tiny: Tiny, monkeypatch: Patch) -> None:
     assert "64 tokens" in caught.value.message, "not even the smallest context fits"
     assert caught.value.fix == ("a smaller model, or a device with more memory",)
     least = shape_8b(ctx=2, graphs=False, draft_max=0, form=WeightForm("int8"))
-    error = refusal(least, "cuda", GIB // 2, 1.0)
+    error = memory_error(least, "cuda", GIB // 2, 1.0)
     assert error.fix == ("a smaller model, or a device with more memory",)
 
 
@@ -367,13 +367,17 @@ def test_running_out_of_memory_while_loading_is_reported(
     monkeypatch.setattr(assembly, name, fail(NO_MEMORY[0])(getattr(assembly, name)))
     with pytest.raises(ResourceError) as caught:
         make_engine(tiny("qwen3"), spec="ngram")
-    refusal = caught.value
-    assert refusal.message == "out of memory on cpu while loading" and refusal.exit_code == 5
-    assert refusal.code == "out_of_memory" and "weights" in refusal.reason[-1]
-    assert any(re.match(r"--ctx 128  \(frees \d", line) for line in refusal.fix)
-    assert any(line.startswith("--dtype bfloat16  (frees ") for line in refusal.fix)
-    assert not any("not enough" in line for line in refusal.fix), "it is not known what would be"
-    assert not any("ngram" in line for line in refusal.fix)
+    memory_error = caught.value
+    assert (
+        memory_error.message == "out of memory on cpu while loading" and memory_error.exit_code == 5
+    )
+    assert memory_error.code == "out_of_memory" and "weights" in memory_error.reason[-1]
+    assert any(re.match(r"--ctx 128  \(frees \d", line) for line in memory_error.fix)
+    assert any(line.startswith("--dtype bfloat16  (frees ") for line in memory_error.fix)
+    assert not any("not enough" in line for line in memory_error.fix), (
+        "it is not known what would be"
+    )
+    assert not any("ngram" in line for line in memory_error.fix)
 
 
 def test_what_was_allocated_is_let_go(tiny: Tiny, monkeypatch: Patch) -> None:
@@ -473,10 +477,10 @@ def test_running_out_of_memory_while_running_is_reported(
     while engine.has_work:
         try:
             events = engine.step()
-        except ResourceError as refusal:
-            assert refusal.message == "out of memory on cpu while running"
-            assert refusal.exit_code == 5 and any(
-                "--dtype bfloat16" in line for line in refusal.fix
+        except ResourceError as memory_error:
+            assert memory_error.message == "out of memory on cpu while running"
+            assert memory_error.exit_code == 5 and any(
+                "--dtype bfloat16" in line for line in memory_error.fix
             )
             failed += 1
             assert not engine.scheduler.in_flight

@@ -17,7 +17,7 @@ from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import check_source, count_module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.memory import page_bytes, slot_bytes, state_bytes, tensor_bytes
+from spd.runtime.plan.memory import page_bytes, recurrent_slot_bytes, state_bytes, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan, possible_rank_counts, resolve_plan
 from spd.runtime.round.limits import PAGE_SIZE, recurrent_ring_depth
 from tests.recipes import published_hybrids
@@ -138,7 +138,7 @@ def test_memory_is_planned(name: str, shelf: Shelf) -> None:
     channels = (2 * KEY_HEADS + row.value_heads) * DELTA_HEAD
     ring = channels * 2 + (KEY_HEADS + row.value_heads) * DELTA_HEAD * 4 + row.value_heads * 8
     assert state_bytes(config) == recurrent * state
-    assert slot_bytes(config, plan.shape, 1) == recurrent * (state + depth * ring)
+    assert recurrent_slot_bytes(config, plan.shape, 1) == recurrent * (state + depth * ring)
     keys = 2 * row.key_value_heads * published_hybrids.HEAD * 2
     assert page_bytes(config, "bfloat16") == PAGE_SIZE * row.layers // 4 * keys
     # Stored A_log and norms widen to float32 wherever they are read; the rest stays as stored.
@@ -177,7 +177,7 @@ def test_releases_in_few_bits_are_planned_for(
     assert unused == [entry[0] for entry in vision]
     source = find_mtp_source(folder)
     assert source is not None and check_source(source, folder.checkpoint)
-    plan = resolve_plan(EngineConfig(model=folder), replace(CARD, free=180 * 2**30))
+    plan = resolve_plan(EngineConfig(model=folder), replace(CARD, free_bytes=180 * 2**30))
     assert plan.spec == "mtp"
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
     # Scales of NVFP4 are kept in float32, one a group of 16: 6 bits a weight in place of 4.5.
@@ -199,7 +199,10 @@ def test_a_release_can_be_divided_among_ranks(name: str, shelf: Shelf) -> None:
     ]
     plan = plan_on_card(folder, tp=2, draft_tp=1)
     alone = plan_on_card(folder)
-    assert slot_bytes(config, plan.shape, 2) == slot_bytes(config, alone.shape, 1) // 2
+    assert (
+        recurrent_slot_bytes(config, plan.shape, 2)
+        == recurrent_slot_bytes(config, alone.shape, 1) // 2
+    )
     assert plan.need.weights < 0.51 * alone.need.weights
 
 

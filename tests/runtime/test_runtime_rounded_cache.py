@@ -14,8 +14,8 @@ from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.engine.page_table import ROOT, TextHashes
 from spd.runtime.models import attention_steps
 from spd.runtime.models.attention_steps import balance_scales
-from spd.runtime.plan.memory import measure
-from spd.runtime.plan.memory_fit import remedies
+from spd.runtime.plan.memory import measure_memory
+from spd.runtime.plan.memory_fit import memory_remedies
 from spd.runtime.round.spans import ProgramRun
 from tests.helpers import (
     Patch,
@@ -44,7 +44,7 @@ def test_the_plan_counts_the_caches_to_the_byte(name: str, pairs: Pairs) -> None
     for cache in caches.values():
         for layer, paged in zip(cache.layers, cache.paged, strict=True):
             (pools if paged else states).extend(layer.pools)
-    need = measure(engine.plan.shape)
+    need = measure_memory(engine.plan.shape)
     drafts = name in ("one", "deepseek_v3/draft", "hybrid/draft")
     assert len(caches) == 1 + drafts
     head_states = 0
@@ -64,12 +64,16 @@ def test_the_plan_proposes_it_and_never_chooses_it(tiny: Tiny) -> None:
     assert plan.as_dict()["kv"] == "bfloat16"
     shape = replace(plan.shape, slots=64)
     rounded = replace(shape, rounds_cache=True)
-    saved = measure(shape).total - measure(rounded).total
-    advice = [line for line in remedies(shape, measure(rounded).total) if "--kv int8" in line]
+    saved = measure_memory(shape).total - measure_memory(rounded).total
+    advice = [
+        line
+        for line in memory_remedies(shape, measure_memory(rounded).total)
+        if "--kv int8" in line
+    ]
     assert len(advice) == 1 and "not enough" not in advice[0]
-    assert saved == measure(shape).cache - measure(rounded).cache > 0
-    assert not any("--kv" in line for line in remedies(rounded, 1))
-    assert any("--kv" in line for line in remedies(replace(shape, kernels="triton"), 1))
+    assert saved == measure_memory(shape).cache - measure_memory(rounded).cache > 0
+    assert not any("--kv" in line for line in memory_remedies(rounded, 1))
+    assert any("--kv" in line for line in memory_remedies(replace(shape, kernels="triton"), 1))
 
 
 def test_pages_of_two_forms_never_have_one_hash() -> None:

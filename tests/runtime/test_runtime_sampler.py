@@ -208,7 +208,7 @@ def test_truncation_at_its_edges(
 def draft_all(sampler: Sampler, logits: Tensor, needs: SamplingSteps) -> Tensor:
     """Return the tokens [S, R] that a drafter with logits [S, R, V] draws in its R steps."""
     drafts = []
-    runner = SimpleNamespace(sample=lambda *_, **__: None)
+    runner = SimpleNamespace(sample_in_head=lambda *_, **__: None)
     runner.model = SimpleNamespace(vocab_size=logits.shape[-1])
     for step in range(logits.shape[1]):
         runner.logits = lambda _hidden, step=step: logits[:, step : step + 1]

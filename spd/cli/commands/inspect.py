@@ -247,7 +247,7 @@ def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
     Values that the model or its drafter cannot have are left out.
     """
     from spd.runtime import longest_context, machine_from_driver, resolve_plan
-    from spd.runtime.plan.memory import measure
+    from spd.runtime.plan.memory import measure_memory
 
     forms = []
     usable = plan.memory_budget_bytes
@@ -257,7 +257,10 @@ def quantized_forms(config: EngineConfig, plan: EnginePlan) -> list[Facts]:
             if name != config.quantize:
                 form_plan = resolve_plan(replace(config, quantize=name), machine_from_driver())
             shape = form_plan.shape
-            facts = {"weights": Size(measure(shape).weights), "ctx": longest_context(shape, usable)}
+            facts = {
+                "weights": Size(measure_memory(shape).weights),
+                "ctx": longest_context(shape, usable),
+            }
             forms.append({"quantize": name, **facts})
     return forms
 
@@ -268,40 +271,40 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
     It is without the drafter if that cannot run.
     """
     from spd.runtime import (
-        at_context,
         draft_context,
         fit_to_memory,
         machine_from_driver,
         resolve_plan,
+        with_context,
     )
-    from spd.runtime.plan.memory import measure, snapshot_nbytes
+    from spd.runtime.plan.memory import measure_memory, snapshot_nbytes
 
     machine = machine_from_driver()
     if isinstance(choice, SpdError):
         config = replace(config, draft_model=None)
     plan = resolve_plan(config, machine)
     full_shape = plan.shape
-    free = machine.free // machine.count_sharing_ranks(plan.shape.tp)
+    free = machine.free_bytes // machine.count_sharing_ranks(plan.shape.tp)
     try:
         shape = fit_to_memory(full_shape, config, machine.device, free)
         fits = True
     except SpdError:
         shape = full_shape
         fits = False
-    usage = measure(shape)
+    usage = measure_memory(shape)
     usable = plan.memory_budget_bytes
     max_positions = full_shape.target.max_positions
     contexts = []
     for ctx in sorted({shape.ctx, max_positions, *(n for n in CONTEXTS if n < max_positions)}):
         # The drafter's context is as long as the target's, or as its model allows.
         unlimited = replace(full_shape, draft_ctx=draft_context(full_shape.draft, ctx))
-        contexts.append(context_facts(at_context(unlimited, ctx), usable))
+        contexts.append(context_facts(with_context(unlimited, ctx), usable))
     return {
         "ctx": shape.ctx,
         "total": Size(usage.total),
         "parts": {name: Size(size) for name, size in vars(usage).items()},
         "checkpoint_bytes": Size(
-            shape.snapshots * snapshot_nbytes(shape) if shape.snapshots else 0
+            shape.num_snapshots * snapshot_nbytes(shape) if shape.num_snapshots else 0
         ),
         "device": plan.device,
         "dtype": shape.dtype,
@@ -320,9 +323,9 @@ def memory_needs(config: EngineConfig, choice: Drafter | SpdError) -> Facts:
 
 def context_facts(shape: EngineShape, usable: int) -> Facts:
     """Return the bytes of a shape as it is and with --kv int8, and if they fit `usable` bytes."""
-    from spd.runtime.plan.memory import measure
+    from spd.runtime.plan.memory import measure_memory
 
-    total = measure(shape).total
+    total = measure_memory(shape).total
     facts: Facts = {"ctx": shape.ctx, "total": Size(total), "fits": total <= usable}
-    rounded = measure(replace(shape, rounds_cache=True)).total
+    rounded = measure_memory(replace(shape, rounds_cache=True)).total
     return facts | {"total_kv_int8": Size(rounded), "fits_kv_int8": rounded <= usable}

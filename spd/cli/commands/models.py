@@ -119,7 +119,7 @@ def _look_up_remote_model(session: Session, name: str, revision: str | None) -> 
     with loading(f"asking the hub for {repository}", session.console):
         from spd.formats.hub_download import look_up_model
 
-        return look_up_model(repository, revision, tag, machine_from_driver().free)
+        return look_up_model(repository, revision, tag, machine_from_driver().free_bytes)
 
 
 def _download_model(session: Session, model: RemoteModel) -> Path:

@@ -11,7 +11,7 @@ from spd.runtime.engine.assembly import assemble
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import format_size
-from spd.runtime.plan.memory_fit import remedies
+from spd.runtime.plan.memory_fit import memory_remedies
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.out_of_memory import is_out_of_memory, release_memory
@@ -44,7 +44,10 @@ def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> R
     return ResourceError(
         f"out of memory on {plan.device} while {phase}",
         reason=[*error_lines[:1], plan_line],
-        fix=[*remedies(plan.shape, None, is_drafter_requested), "end what else uses this memory"],
+        fix=[
+            *memory_remedies(plan.shape, None, is_drafter_requested),
+            "end what else uses this memory",
+        ],
         code="out_of_memory",
     )
 

@@ -75,7 +75,7 @@ class Engine(EngineClient):
             block=self.round_queue.runner.pages_per_block,
             ctx=shape.ctx,
             sharing=plan.shares_prefixes,
-            snapshots=SnapshotPool(shape.snapshots) if shape.snapshots else None,
+            snapshots=SnapshotPool(shape.num_snapshots) if shape.num_snapshots else None,
             root=ROOT + shape.kv.encode(),
         )
         guide_drafts(self.round_queue, plan, self.scheduler.slots)

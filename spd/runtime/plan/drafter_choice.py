@@ -31,7 +31,7 @@ from spd.runtime.models import unused_tensors
 from spd.runtime.models.mtp_weights import check_source
 from spd.runtime.plan.config import METHODS, EngineConfig
 
-UNKNOWN = "no draft model is known for this model"
+NO_KNOWN_DRAFTER = "no draft model is known for this model"
 
 
 @dataclass(frozen=True)
@@ -42,37 +42,42 @@ class Drafter:
     reason: str
     folder: ModelFolder | None = None
     mtp: MtpSource | None = None
-    head_embedding: bool = False  # True: an EAGLE-3 head holds embeddings, perhaps the target's
+    head_holds_embedding: bool = (
+        False  # True: an EAGLE-3 head holds embeddings, perhaps the target's
+    )
 
     @property
     def draft_max(self) -> int:
-        """Return the most tokens that it drafts in a round unless fewer are requested."""
+        """Return the drafts of a round at most, unless another number is requested."""
         block = None if self.folder is None else self.folder.config.block
         return METHODS[self.method].draft_max if block is None else block.max_drafts
 
-    def source(self) -> tuple[ModelConfig, ModelFolder] | None:
-        """Return the configuration and folder of the drafting weights: a head's or a model's."""
+    def weights_source(self) -> tuple[ModelConfig, ModelFolder] | None:
+        """Return the configuration and folder of the drafting weights, a head's or a model's; None
+        where no weights draft.
+        """
         if self.mtp is not None:
             return self.mtp.config, self.mtp.folder
         return None if self.folder is None else (self.folder.config, self.folder)
 
 
 def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
-    """Return the drafter for a configuration.
+    """Return the drafter that a configuration asks for, or the best one for the target.
 
-    Raises the error of whatever cannot be honoured.
+    Looks for drafters beside the target, and reads the headers of their files. Raises UsageError or
+    IncompatibleError where a requested one is absent or does not fit.
     """
     method = config.method
-    reason = UNKNOWN
+    reason = NO_KNOWN_DRAFTER
     refuse_head(target.config, target.path)
-    if not config.has_weights:
+    if not config.allows_drafter_weights:
         return Drafter(method, "asked for")
     if config.draft_model is not None:
-        return _requested_draft(config, target, ModelFolder.from_path(config.draft_model))
+        return _drafter_from_folder(config, target, ModelFolder.from_path(config.draft_model))
     if method == "mtp":
-        return _requested_mtp(config, target)
+        return _drafter_with_mtp(config, target)
     if method == "auto":
-        mtp = _checkpoint_mtp(config, target)
+        mtp = _find_mtp_drafter(config, target)
         if isinstance(mtp, Drafter):
             return mtp
         reason = mtp
@@ -81,7 +86,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         and (assistant_folder := _find_assistant(target)) is not None
     ):
         try:
-            return _requested_head(config, target, ModelFolder(assistant_folder))
+            return _drafter_with_head(config, target, ModelFolder(assistant_folder))
         except SpdError as error:
             if method == "assistant":
                 raise
@@ -89,7 +94,7 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
     if method != "assistant" and target.path in map(demo_folder, DEMOS):
         demo_draft = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
         if demo_draft.exists() and (method != "eagle3" or target.path == demo_draft.parent):
-            return _requested_draft(config, target, ModelFolder(demo_draft))
+            return _drafter_from_folder(config, target, ModelFolder(demo_draft))
     if method in HEADS:
         kind = HEADS[method]
         raise UsageError(f"--spec {method} needs {kind}", fix=[f"--draft-model FOLDER of {kind}"])
@@ -101,36 +106,43 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
 
 
 def takes_draft_model(method: str, draft: ModelFolder) -> bool:
-    """True if a method of several is to draft with --draft-model.
+    """True if --draft-model is for `method`, where several methods run with one --draft-model.
 
-    MTP has the target's own head, unless what is given is an MTP head too.
+    Any method with weights takes it; MTP has the target's own head, and takes an MTP head only.
     """
     return METHODS[method].has_weights and (method != "mtp" or is_mtp_head(draft))
 
 
-def _kind(draft: ModelFolder) -> str | None:
-    """Return the method that drafts with a head's or assistant's files; None for a model's."""
+def _drafting_method_of(draft: ModelFolder) -> str | None:
+    """Return the method that drafts with a folder's head or assistant; None for a plain model."""
     return "mtp" if is_mtp_head(draft) else draft.config.head_kind
 
 
-def _requested_draft(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
-    kind = _kind(draft)
+def _drafter_from_folder(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
+    """Return a drafter with the model, head or assistant of a folder or file.
+
+    Raises IncompatibleError where it does not fit the method or the target.
+    """
+    kind = _drafting_method_of(draft)
     if config.method == "mtp" and kind is None and draft.gguf is not None:
         kind = "mtp"  # MTP layers may stand behind those of the file's own model
     if kind == "mtp" and config.method in ("auto", "mtp"):
-        return _requested_mtp(config, target, draft)
+        return _drafter_with_mtp(config, target, draft)
     if config.method in HEADS or kind is not None:
-        return _requested_head(config, target, draft)
+        return _drafter_with_head(config, target, draft)
     if config.load != "dummy":
         draft.checkpoint.close()  # refuses a folder without a model before tokenizers are compared
     _require_same_vocabulary(target, draft)
     return Drafter("draft", "asked for" if config.draft_model else "the model's own draft", draft)
 
 
-def _requested_mtp(
+def _drafter_with_mtp(
     config: EngineConfig, target: ModelFolder, head: ModelFolder | None = None
 ) -> Drafter:
-    """Return a drafter with an MTP head: the target's own, or one in another folder or file."""
+    """Return a drafter with an MTP head: the target's own, or `head` in another folder or file.
+
+    Raises the error of a head that is missing or cannot be used.
+    """
     source = find_mtp_source(target, head)
     if source is None:
         raise no_mtp_error(
@@ -150,7 +162,9 @@ def _is_assistant(path: Path) -> bool:
 
 
 def _find_assistant(target: ModelFolder) -> Path | None:
-    """Return the path of a target's assistant, by its folder's name or beside a GGUF file."""
+    """Return the path of a target's assistant, found by its folder's name or beside a GGUF file;
+    None where there is none.
+    """
     assistant = find_assistant(target.path)
     if assistant is None and target.gguf is not None:
         with suppress(SpdError):
@@ -159,8 +173,10 @@ def _find_assistant(target: ModelFolder) -> Path | None:
     return assistant
 
 
-def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
-    """Return a drafter with the MTP head of the target's checkpoint, or the reason against it."""
+def _find_mtp_drafter(config: EngineConfig, target: ModelFolder) -> Drafter | str:
+    """Return a drafter with the MTP head of the target's checkpoint or of the file beside it, or a
+    text that says why there is none.
+    """
     sidecar: Path | None = None
     try:
         source = find_mtp_source(target)
@@ -169,7 +185,7 @@ def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
             if sidecar is not None and _is_assistant(sidecar):
                 sidecar = None
     except SpdError:  # a folder without weights is not refused for its head
-        return UNKNOWN
+        return NO_KNOWN_DRAFTER
     try:
         if sidecar is not None:
             source = find_mtp_source(target, ModelFolder(sidecar))
@@ -177,7 +193,9 @@ def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
         return f"{sidecar} cannot be used: {error.message}"
     if source is None:
         missing = declared_module_count(target.fields)
-        return f"{UNKNOWN}, and its MTP layers are missing" if missing else UNKNOWN
+        return (
+            f"{NO_KNOWN_DRAFTER}, and its MTP layers are missing" if missing else NO_KNOWN_DRAFTER
+        )
     try:
         check_source(source, source.folder.checkpoint)
     except SpdError as error:
@@ -188,12 +206,12 @@ def _checkpoint_mtp(config: EngineConfig, target: ModelFolder) -> Drafter | str:
     return Drafter("mtp", reason + _reuse_note(config, source), mtp=source)
 
 
-def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
+def _drafter_with_head(config: EngineConfig, target: ModelFolder, draft: ModelFolder) -> Drafter:
     """Return a drafter with an EAGLE-3 head, an assistant or a block drafter.
 
     Raises IncompatibleError where it is something else, or does not fit the target.
     """
-    kind = _kind(draft)
+    kind = _drafting_method_of(draft)
     if kind is None or config.method not in ("auto", kind):
         requested_kind = HEADS.get(config.method, "a model")
         actual_kind = HEADS.get(kind or "", "a model")
@@ -207,7 +225,7 @@ def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolde
             f"{draft}: is {actual_kind}, not {requested_kind}", fix=fix, code=f"no_{config.method}"
         )
     head = draft.config
-    check_target(head, draft.path, target.config, target.path)
+    require_matching_target(head, draft.path, target.config, target.path)
     holds_embedding = False
     if config.load != "dummy":
         unused_tensors(head, draft.checkpoint)
@@ -220,10 +238,12 @@ def _requested_head(config: EngineConfig, target: ModelFolder, draft: ModelFolde
         else f"{kind}, {model_name_of_snapshot(draft.path) or draft.path.name}"
     )
     reason = "asked for" if config.draft_model else f"the model's own {head_description}"
-    return Drafter(kind, reason, draft, head_embedding=holds_embedding)
+    return Drafter(kind, reason, draft, head_holds_embedding=holds_embedding)
 
 
-def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Path) -> None:
+def require_matching_target(
+    head: ModelConfig, draft: Path, target: ModelConfig, folder: Path
+) -> None:
     """Raise IncompatibleError where a head was made for another target than this one."""
     reader = head.stream_reader
     head_config = reader or head.assistant
@@ -245,7 +265,9 @@ def check_target(head: ModelConfig, draft: Path, target: ModelConfig, folder: Pa
 
 
 def _cache_dimensions(config: ModelConfig) -> dict[str, int]:
-    """Return the dimensions of the cache that an assistant reads, by their names in messages."""
+    """Return the sizes that an assistant's and its target's cache must share, by names for
+    messages.
+    """
     gemma4 = config.gemma4
     full_attention = (0, 0) if gemma4 is None else (gemma4.head_dim, gemma4.kv_heads)
     dimensions = {"head size": config.head_dim, "key heads": config.num_kv_heads}
@@ -262,7 +284,7 @@ def _cache_dimensions(config: ModelConfig) -> dict[str, int]:
 
 
 def _reuse_note(config: EngineConfig, source: MtpSource) -> str:
-    """Return a note on drafts beyond an MTP head's modules; empty where there are none."""
+    """Return a text on drafts beyond an MTP head's modules, for the reason; empty without any."""
     modules = source.layout.modules
     if (METHODS["mtp"].draft_max if config.draft_max is None else config.draft_max) <= modules:
         return ""

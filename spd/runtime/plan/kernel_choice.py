@@ -41,7 +41,7 @@ AS_STORED = "as the dtype says"
 """The reason for wide weights that were not quantized."""
 FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
 """The reason for wide weights where Triton's kernels would multiply codes in float16."""
-SCALES = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
+QUANTIZE_SCALES_TEXT = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
 """The scales that --quantize makes."""
 
 
@@ -63,9 +63,10 @@ def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout])
 def choose_kernels(
     requested: str, machine: Machine, dtype: str, layers: Iterable[LayerLayout]
 ) -> tuple[str, str]:
-    """Return the kernels and the reason for them.
+    """Return the kernels, "torch", "native" or "triton", and the reason for them.
 
-    Raises ResourceError and IncompatibleError where the requested kernels cannot run.
+    Compiles the C kernels where these are chosen, unless the machine is only foreseen. Raises
+    ResourceError and IncompatibleError where the requested kernels cannot run.
     """
     if requested == "torch":
         return requested, "asked for"
@@ -82,10 +83,8 @@ def choose_kernels(
     if not machine.on_cpu:
         if machine.capability >= OLDEST_CAPABILITY or machine.capability == (0, 0):
             return "triton", "a GPU's"
-        oldest = _architecture(OLDEST_CAPABILITY)
-        reason = (
-            f"Triton's need a GPU of {oldest}, and this one is {_architecture(machine.capability)}"
-        )
+        oldest = _architecture_name(OLDEST_CAPABILITY)
+        reason = f"Triton's need a GPU of {oldest}, and this one is {_architecture_name(machine.capability)}"
         return _fall_back_to_torch(requested, reason)
     from triton import knobs
 
@@ -101,7 +100,7 @@ def choose_kernels(
     return "triton", "asked for"
 
 
-def _architecture(capability: tuple[int, int]) -> str:
+def _architecture_name(capability: tuple[int, int]) -> str:
     """Return NVIDIA's name of an architecture, such as sm_90."""
     return f"sm_{capability[0]}{capability[1]}"
 
@@ -158,7 +157,7 @@ def check_activations(config: EngineConfig, machine: Machine, form: WeightForm) 
         raise IncompatibleError(message, fix=fix if form.kind == "wide" else fix[2:])
 
 
-def choose_form(
+def choose_weight_form(
     model: ModelConfig,
     folder: ModelFolder,
     config: EngineConfig,
@@ -170,15 +169,18 @@ def choose_form(
 
     Reads the checkpoint's headers only where its weights are quantized.
     """
-    form, reason = _stored_form(model, folder, config, kernels, dtype)
+    form, reason = _unrounded_form(model, folder, config, kernels, dtype)
     rounds_rows = config.activations == "int8" and machine.on_cpu and form.has_integer_codes
     return replace(form, rounds_rows=rounds_rows), reason
 
 
-def _stored_form(
+def _unrounded_form(
     model: ModelConfig, folder: ModelFolder, config: EngineConfig, kernels: str, dtype: str
 ) -> tuple[WeightForm, str]:
-    """Return the form of a folder's weights and the reason for it, with whole activations."""
+    """Return the form of a folder's weights and the reason for it, before activations are rounded.
+
+    Raises IncompatibleError where weights that are quantized already are to be quantized.
+    """
     types = () if folder.gguf is None else folder.gguf.packed_types
     if config.quantize != "none":
         if model.quantization is not None or types:
@@ -191,7 +193,9 @@ def _stored_form(
                 f"but the weights of {folder.path.name} are quantized already"
             )
             raise IncompatibleError(message, reason=causes, fix=["leave --quantize out"])
-        reason = f"--quantize {config.quantize}: {SCALES[config.quantize]}, made at load"
+        reason = (
+            f"--quantize {config.quantize}: {QUANTIZE_SCALES_TEXT[config.quantize]}, made at load"
+        )
         form = WeightForm("int8") if config.quantize == "int8" else int4_form(kernels, dtype)
         if form.widened:
             reason += f", kept as {dtype}, for these kernels want wide weights"

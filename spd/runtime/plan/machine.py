@@ -13,20 +13,20 @@ from typing import Any
 from spd.errors import ResourceError
 from spd.kernels.native.build import processor_features
 
-LIBRARY = "libnvidia-ml.so.1"
+NVML_LIBRARY = "libnvidia-ml.so.1"
 """NVIDIA's management library."""
-OK = 0
+NVML_SUCCESS = 0
 """The status of a call of that library that succeeded."""
-FAST_BFLOAT16 = {"amx_tile", "avx512_bf16"}
+FAST_BFLOAT16_FEATURES = {"amx_tile", "avx512_bf16"}
 """Features of processors on which torch multiplies bfloat16 quickly."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device: its name for torch, its free bytes, and its capabilities."""
+    """One device of a machine: its name for torch, its free memory, and its capability."""
 
     device: str
-    free: int
+    free_bytes: int
     capability: tuple[int, int] = (0, 0)
     """CUDA's; (0, 0) without one, or where the driver does not say."""
     is_foreseen: bool = False
@@ -34,25 +34,30 @@ class Machine:
 
     @property
     def on_cpu(self) -> bool:
-        """True if no GPU takes part."""
+        """True if the device is the CPU."""
         return self.device == "cpu"
 
     @property
-    def fast_bfloat16(self) -> bool:
+    def has_fast_bfloat16(self) -> bool:
         """True if torch multiplies bfloat16 quickly: by AMX or AVX512-BF16 on a CPU."""
-        return not self.on_cpu or bool(processor_features() & FAST_BFLOAT16)
+        return not self.on_cpu or bool(processor_features() & FAST_BFLOAT16_FEATURES)
 
     def count_sharing_ranks(self, ranks: int) -> int:
-        """Return how many ranks share this machine's memory and cores: all of them on a CPU."""
+        """Return how many of `ranks` share this device's memory and cores: all on a CPU, else
+        one.
+        """
         return ranks if self.on_cpu else 1
 
 
 def find_machine(requested: str) -> Machine:
-    """Return the machine for `--device`. Raises ResourceError for a device that is absent."""
+    """Return the machine for a value of `--device`, with the memory that is free now.
+
+    Imports torch to query the device. Raises ResourceError for a device that is absent.
+    """
     import torch
 
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
-        return Machine("cpu", free_memory("cpu"))
+        return Machine("cpu", free_memory_bytes("cpu"))
     if not torch.cuda.is_available():
         raise ResourceError(
             f"--device {requested}, but torch sees no CUDA device", fix=["--device cpu"]
@@ -62,7 +67,7 @@ def find_machine(requested: str) -> Machine:
         raise ResourceError(
             f"--device {requested}, but there are {torch.cuda.device_count()} CUDA devices"
         )
-    return Machine(device, free_memory(device), torch.cuda.get_device_capability(device))
+    return Machine(device, free_memory_bytes(device), torch.cuda.get_device_capability(device))
 
 
 def machine_from_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
@@ -75,22 +80,24 @@ def machine_from_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Machine:
     major = ctypes.c_int()
     minor = ctypes.c_int()
     with suppress(OSError, AttributeError):
-        library = load(LIBRARY)
+        library = load(NVML_LIBRARY)
         status = (
             library.nvmlInit_v2()
             or library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device))
             or library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
         )
-        if status == OK:
+        if status == NVML_SUCCESS:
             library.nvmlDeviceGetCudaComputeCapability(
                 device, ctypes.byref(major), ctypes.byref(minor)
             )
             return Machine("cuda", memory[1], (major.value, minor.value), is_foreseen=True)
-    return Machine("cpu", free_memory("cpu"), is_foreseen=True)
+    return Machine("cpu", free_memory_bytes("cpu"), is_foreseen=True)
 
 
-def free_memory(device: str) -> int:
-    """Return the free bytes of a device; 2**62 where the system does not say."""
+def free_memory_bytes(device: str) -> int:
+    """Return the bytes that are free on a device, or that torch holds unused; 2**62 if not
+    known.
+    """
     if device == "cpu":
         meminfo = Path("/proc/meminfo")  # on Linux
         match = re.search(

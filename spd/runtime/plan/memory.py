@@ -47,7 +47,7 @@ GRAPH_BYTES = 2**29
 
 @dataclass(frozen=True)
 class EngineShape:
-    """Everything that decides how much memory an engine takes; lengths in tokens."""
+    """Everything that decides how much memory an engine takes; all lengths are in tokens."""
 
     target: ModelConfig
     draft: (
@@ -62,21 +62,24 @@ class EngineShape:
     graphs: bool
     on_cpu: bool
     pages: int | None = None
-    """Pages of the caches; None: for all slots at full length, for one where `minimal_pages`."""
-    minimal_pages: bool = False
+    """Pages of each cache without the reserved ones; None: as many as all slots need at full
+    length.
+    """
+    has_minimal_pages: bool = False
+    """True: where `pages` is None, there are only those of one slot at full length."""
     stores_distributions: bool = False
     """True: the distribution that each draft was drawn from is stored until its verification."""
     model_drafts: int = 0
     """The most tokens that a draft model or head drafts; lookup may draft `draft_max`."""
     mtp: MtpSource | None = None
-    head_embedding: bool = False
+    head_holds_embedding: bool = False
     """True: an EAGLE-3 head holds embeddings, which may not be the target's."""
     form: WeightForm = WIDE
     draft_form: WeightForm = WIDE  # of the draft model or the MTP head
     tp: int = 1
     """Ranks that share the target; all sizes are those of the first rank, which are the largest."""
     draft_tp: int = 1  # ranks of each group that runs the drafter
-    snapshots: int = 0  # snapshots of recurrent states, in the host's memory
+    num_snapshots: int = 0  # snapshots of recurrent states, in the host's memory
     rounds_cache: bool = False
     """True: entries of all caches have eight bits, those of a drafter too."""
 
@@ -94,13 +97,13 @@ class EngineShape:
     def num_pages(self) -> int:
         """Return the pages of each cache, the reserved ones included."""
         default_pages = (
-            min_pages(self.ctx) if self.minimal_pages else self.slots * pages_per_slot(self.ctx)
+            min_pages(self.ctx) if self.has_minimal_pages else self.slots * pages_per_slot(self.ctx)
         )
         return NUM_RESERVED_PAGES + (default_pages if self.pages is None else self.pages)
 
     @property
     def mtp_modules(self) -> int:
-        """Return the modules of an MTP head that are used: no more than there are drafts."""
+        """Return how many modules of an MTP head are used: no more than there are drafts."""
         return 0 if self.mtp is None else min(self.mtp.layout.modules, self.model_drafts)
 
     @property
@@ -110,7 +113,9 @@ class EngineShape:
         return 0 if block is None else block.block_size - 1
 
     def ring_depth(self, is_target: bool) -> int:
-        """Return the rows of a slot's rings in the recurrent layers of the target or draft model."""
+        """Return the rows of a slot's rings in the recurrent layers of the target, or of the draft
+        model.
+        """
         return recurrent_ring_depth(
             self.draft_max + 1 if is_target else draft_window_rows(self.draft_max)
         )
@@ -127,7 +132,7 @@ class EngineShape:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The bytes of each part of an engine."""
+    """The bytes that each part of an engine takes, on one rank."""
 
     weights: int
     draft_weights: int
@@ -155,29 +160,33 @@ class MemoryNeed:
 
 
 @lru_cache
-def rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
-    """Return the first rank's part of a model's layout."""
+def first_rank_layout(config: ModelConfig, ranks: int) -> ModelLayout:
+    """Return the first of `ranks` ranks' shard of a model's layout."""
     return family_layout(config).sharded(Shard(0, ranks))
 
 
 @lru_cache
 def tensor_bytes(config: ModelConfig, dtype: str, form: WeightForm = WIDE, ranks: int = 1) -> int:
-    """Return the bytes of the tensors that a rank reads, in the form they are stored in memory."""
-    return count_layout_bytes(config, rank_layout(config, ranks), dtype, form)
+    """Return the bytes of the model's tensors on the first of `ranks` ranks, in their form in
+    memory.
+    """
+    return count_layout_bytes(config, first_rank_layout(config, ranks), dtype, form)
 
 
 def pages_per_slot(ctx: int) -> int:
-    """Return the pages of a slot at full length, in whole blocks of attention."""
+    """Return the number of pages of a slot at full length `ctx`, in whole blocks of attention."""
     return -(-(ctx + PAGE_SIZE) // KV_BLOCK) * (KV_BLOCK // PAGE_SIZE)
 
 
 def min_pages(ctx: int) -> int:
-    """Return the pages of one request at full length: with fewer it could never end."""
+    """Return the number of pages of one request at full length: with fewer it could never end."""
     return -(-ctx // PAGE_SIZE)
 
 
 def page_bytes(config: ModelConfig, kv: str, ranks: int = 1) -> int:
-    """Return the bytes of one page over all layers, on one of `ranks`."""
+    """Return the bytes of one page over all layers, on one of `ranks`; kv: as in
+    `position_bytes`.
+    """
     return PAGE_SIZE * position_bytes(config, kv, ranks)
 
 
@@ -186,7 +195,7 @@ def position_bytes(config: ModelConfig, kv: str, ranks: int = 1) -> int:
 
     kv: the form of its entries, a dtype or int8.
     """
-    layers = rank_layout(config, ranks).layers
+    layers = first_rank_layout(config, ranks).layers
     return sum(entry_bytes(layer.attention, kv) for layer in layers)
 
 
@@ -201,31 +210,32 @@ def entry_bytes(layout: MixerLayout, kv: str) -> int:
 
 
 def position_elements(config: ModelConfig, ranks: int = 1) -> int:
-    """Return the elements of one position in the caches of all layers, on one of `ranks`."""
-    layers = rank_layout(config, ranks).layers
+    """Return the number of elements of one position in all layers' caches, on one of `ranks`."""
+    layers = first_rank_layout(config, ranks).layers
     return sum(math.prod(shape) for layer in layers for shape in layer.attention.cache)
 
 
 def state_bytes(config: ModelConfig, ranks: int = 1) -> int:
     """Return the bytes of one slot's recurrent states on one of `ranks`, without their rings."""
     return sum(
-        4 * math.prod(block.state_shape) for block in rank_layout(config, ranks).recurrent_blocks
+        4 * math.prod(block.state_shape)
+        for block in first_rank_layout(config, ranks).recurrent_blocks
     )
 
 
-def slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
-    """Return the bytes of one slot in recurrent layers on a rank: states, and rings of rows."""
+def recurrent_slot_bytes(config: ModelConfig, shape: EngineShape, ranks: int) -> int:
+    """Return the bytes of a slot's states and rings in recurrent layers, on one of `ranks`."""
     width = DTYPE_BYTES[shape.dtype]
     depth = shape.ring_depth(config is shape.target)
     total = 0
-    for block in rank_layout(config, ranks).recurrent_blocks:
+    for block in first_rank_layout(config, ranks).recurrent_blocks:
         for sizes, exact in block.slot_shapes(depth):
             total += math.prod(sizes) * (4 if exact else width)
     return total
 
 
 def snapshot_nbytes(shape: EngineShape) -> int:
-    """Return the bytes of one snapshot, drafter included.
+    """Return the bytes of one snapshot of recurrent states, the drafter's included.
 
     That is the states, the blocks of rings behind them, the latest inputs and a page.
     """
@@ -234,7 +244,7 @@ def snapshot_nbytes(shape: EngineShape) -> int:
     for config, ranks in ((shape.target, shape.tp), (shape.draft, shape.draft_tp)):
         if config is not None:
             inputs = 0
-            for block in rank_layout(config, ranks).recurrent_blocks:
+            for block in first_rank_layout(config, ranks).recurrent_blocks:
                 inputs += (block.kernel - 1) * block.channels
                 exact = sum(
                     math.prod(sizes) for sizes, is_exact in block.slot_shapes(BLOCK) if is_exact
@@ -247,8 +257,8 @@ def snapshot_nbytes(shape: EngineShape) -> int:
     return total
 
 
-def measure(shape: EngineShape) -> MemoryNeed:
-    """Return the memory that an engine of this shape takes."""
+def measure_memory(shape: EngineShape) -> MemoryNeed:
+    """Return the bytes that an engine of this shape takes, part by part; computed, not measured."""
     target = shape.target
     draft = shape.draft
     ranks = shape.draft_tp
@@ -256,7 +266,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
     rows = shape.slots * (shape.draft_max + 1)
     window = rows + shape.slots * CATCH_UP_TOKENS
     draft_weights = draft_cache = 0
-    states = shape.slots * slot_bytes(target, shape, shape.tp)
+    states = shape.slots * recurrent_slot_bytes(target, shape, shape.tp)
     workspace = _workspace_bytes(
         shape=shape, model=target, ctx=shape.ctx, rows=rows, sampled=rows, ranks=shape.tp
     )
@@ -266,7 +276,7 @@ def measure(shape: EngineShape) -> MemoryNeed:
         draft_weights = _weight_bytes(draft, shape, shape.draft_form, ranks)
         # The same page numbers serve both models, so both have as many pages.
         draft_cache = pages * page_bytes(draft, shape.kv, ranks)
-        states += shape.slots * slot_bytes(draft, shape, ranks)
+        states += shape.slots * recurrent_slot_bytes(draft, shape, ranks)
         block_rows = shape.slots * (shape.block_drafts + 1)
         workspace += _workspace_bytes(
             shape=shape,
@@ -295,21 +305,23 @@ def measure(shape: EngineShape) -> MemoryNeed:
         states=states,
         workspace=workspace,
         graphs=GRAPH_BYTES if shape.graphs and not shape.on_cpu else 0,
-        checkpoints=shape.snapshots * snapshot_nbytes(shape)
-        if shape.snapshots and shape.on_cpu
+        checkpoints=shape.num_snapshots * snapshot_nbytes(shape)
+        if shape.num_snapshots and shape.on_cpu
         else 0,
     )
 
 
-def _stream_states(shape: EngineShape, modules: int) -> int:
-    """Return the hidden states that a head's stream stores: one a page, and a ring a slot."""
+def _count_stream_states(shape: EngineShape, modules: int) -> int:
+    """Return how many hidden states a head stores for a stream: one a page, and a ring a slot."""
     return shape.num_pages + shape.slots * (
         state_ring_depth(shape.chunk, shape.draft_max, modules) + 1
     )
 
 
 def _eagle3_bytes(shape: EngineShape, draft: ModelConfig) -> int:
-    """Return the bytes of an EAGLE-3 head's states, read streams and own embeddings."""
+    """Return the bytes of an EAGLE-3 head's states, read streams and own embeddings; 0 for
+    others.
+    """
     if (head := draft.eagle3) is None:
         return 0
     rows = max(
@@ -317,21 +329,21 @@ def _eagle3_bytes(shape: EngineShape, draft: ModelConfig) -> int:
     )
     embedding_elements = 0
     if head.target_hidden_size == draft.hidden_size and (
-        shape.head_embedding or shape.draft_tp != shape.tp
+        shape.head_holds_embedding or shape.draft_tp != shape.tp
     ):
         embedding_elements = (
             -(-draft.vocab_size // shape.draft_tp) * draft.hidden_size
         )  # else it is among the weights
     streams = 2 * rows * head.num_aux_layers * head.target_hidden_size
     return (
-        _stream_states(shape, 1) * draft.hidden_size + streams + embedding_elements
+        _count_stream_states(shape, 1) * draft.hidden_size + streams + embedding_elements
     ) * DTYPE_BYTES[shape.dtype]
 
 
 def _block_bytes(shape: EngineShape, draft: ModelConfig) -> int:
     """Return the bytes of the streams that a block drafter reads, and of a block's tokens.
 
-    With other ranks than the target's, of embedding and head too.
+    With other ranks than the target's, of embedding and head too. 0 for other drafters.
     """
     block = draft.block
     if block is None:
@@ -354,7 +366,7 @@ def _mtp_bytes(shape: EngineShape, mtp: MtpSource) -> tuple[int, int]:
     modules = shape.mtp_modules
     width = DTYPE_BYTES[shape.dtype]
     shard = shape.draft_shard
-    states = _stream_states(shape, modules) * config.hidden_size * width
+    states = _count_stream_states(shape, modules) * config.hidden_size * width
     pages = shape.num_pages * _module_page_bytes(shape)
     weights = sum(
         count_module_bytes(
@@ -381,7 +393,8 @@ def _module_page_bytes(shape: EngineShape) -> int:
 
 
 def _weight_bytes(config: ModelConfig, shape: EngineShape, form: WeightForm, ranks: int) -> int:
-    """Return the bytes of the tensors, on a CPU with the packed copy of a tied head.
+    """Return the bytes of a model's weights on one of `ranks`, with the copy of a tied head that a
+    CPU packs.
 
     float16 is not packed.
     """
@@ -398,11 +411,15 @@ def _weight_bytes(config: ModelConfig, shape: EngineShape, form: WeightForm, ran
 def _workspace_bytes(
     shape: EngineShape, model: ModelConfig, ctx: int, rows: int, sampled: int, ranks: int
 ) -> int:
-    """Return the most bytes besides weights and cache of passes over `rows`, `sampled` of them."""
+    """Return the most bytes that passes of a model take besides weights and caches.
+
+    ctx: its longest context. rows: rows of a pass. sampled: rows whose logits are computed. ranks:
+    ranks that share the model.
+    """
     rows = max(rows, CAPABILITIES[shape.kernels].tail_rows)
     width = DTYPE_BYTES[shape.dtype]
     widest = max(shape.chunk, rows)
-    layout = rank_layout(model, ranks)
+    layout = first_rank_layout(model, ranks)
     shapes = {block.heads for block in layout.attention_blocks}
     logits = sampled * model.vocab_size * 4 * LOGIT_COPIES[shape.kernels]
     history = shape.slots * model.vocab_size * 9  # token counts, prompt marks, biases

@@ -16,15 +16,15 @@ from spd.runtime.models.weights import WIDE, WeightForm, int4_form
 from spd.runtime.plan.config import METHODS, EngineConfig, format_size
 from spd.runtime.plan.memory import (
     EngineShape,
-    measure,
+    measure_memory,
     min_pages,
     snapshot_nbytes,
 )
 from spd.runtime.round.limits import PAGE_SIZE
 
-SHARE_OF_SNAPSHOTS = 8
+SNAPSHOT_MEMORY_DIVISOR = 8
 """Snapshots of recurrent states take at most one part in so many of the usable memory."""
-WORTH_NAMING = 0.01
+MIN_NAMED_SHARE = 0.01
 """A remedy that frees a smaller share of the total is not mentioned, unless it suffices."""
 
 
@@ -36,9 +36,11 @@ def find_largest(fits: Callable[[int], bool], limit: int, step: int) -> int:
     return step * bisect_left(counts, True, key=lambda count: not fits(count * step))
 
 
-def fits(shape: EngineShape, usable: int | None) -> bool:
-    """True if the shape takes no more than `usable` bytes; False where they are unknown."""
-    return usable is not None and measure(shape).total <= usable
+def fits_in_memory(shape: EngineShape, usable: int | None) -> bool:
+    """True if an engine of this shape takes at most `usable` bytes; False where they are
+    unknown.
+    """
+    return usable is not None and measure_memory(shape).total <= usable
 
 
 def fit_to_memory(
@@ -49,26 +51,28 @@ def fit_to_memory(
     Pages are cut first, down to those of one request. Raises ResourceError, UsageError for fewer.
     """
     usable_bytes = int(free_bytes * config.memory_fraction)
-    if shape.snapshots:
-        snapshot_limit = usable_bytes // SHARE_OF_SNAPSHOTS // snapshot_nbytes(shape)
-        shape = replace(shape, snapshots=min(snapshot_limit, shape.snapshots))
+    if shape.num_snapshots:
+        snapshot_limit = usable_bytes // SNAPSHOT_MEMORY_DIVISOR // snapshot_nbytes(shape)
+        shape = replace(shape, num_snapshots=min(snapshot_limit, shape.num_snapshots))
 
     def with_min_pages(ctx: int) -> EngineShape:
-        return replace(at_context(shape, ctx), minimal_pages=shape.slots > 1)
+        return replace(with_context(shape, ctx), has_minimal_pages=shape.slots > 1)
 
     ctx = shape.ctx
     if not config.ctx:
-        ctx = find_largest(lambda n: fits(with_min_pages(n), usable_bytes), ctx, PAGE_SIZE)
-    if not ctx or not fits(with_min_pages(ctx), usable_bytes):
+        ctx = find_largest(
+            lambda n: fits_in_memory(with_min_pages(n), usable_bytes), ctx, PAGE_SIZE
+        )
+    if not ctx or not fits_in_memory(with_min_pages(ctx), usable_bytes):
         smallest = with_min_pages(ctx or min(shape.ctx, PAGE_SIZE))
-        raise refusal(
+        raise memory_error(
             shape=smallest,
             device=device,
             free=free_bytes,
             fraction=config.memory_fraction,
             draft_flag=config.draft_model is not None,
         )
-    full = at_context(shape, ctx)
+    full = with_context(shape, ctx)
     if full.pages is not None:
         if full.pages < min_pages(ctx):
             capacity = f"{full.pages} cache pages hold {full.pages * PAGE_SIZE:,} positions"
@@ -76,42 +80,50 @@ def fit_to_memory(
             reason = ["A request at full length could never end."]
             raise UsageError(f"{capacity}, but the context is {ctx:,}", reason=reason, fix=fix)
         return full
-    if fits(full, usable_bytes):
+    if fits_in_memory(full, usable_bytes):
         return full
     step = KV_BLOCK // PAGE_SIZE
-    pages = find_largest(lambda n: fits(replace(full, pages=n), usable_bytes), full.num_pages, step)
+    pages = find_largest(
+        lambda n: fits_in_memory(replace(full, pages=n), usable_bytes), full.num_pages, step
+    )
     return replace(full, pages=max(pages, min_pages(ctx)))
 
 
-def remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
-    """Return every option that would free memory noticeably, and how much: sufficient ones first.
+def memory_remedies(shape: EngineShape, usable: int | None, draft_flag: bool = False) -> list[str]:
+    """Return a line of text for each option that would free memory, with the bytes that it frees.
+
+    Sufficient ones come first, others only if they free a share worth naming.
 
     usable: bytes that are there; None where only the device knows: contexts and slots are halved.
     draft_flag: the drafter was requested by --draft-model, which other methods refuse.
     """
-    now = measure(shape).total
+    now = measure_memory(shape).total
     options = []
-    for flag, changed in [*_shorter_or_fewer(shape, usable), *_other_options(shape, draft_flag)]:
-        frees = now - measure(changed).total
-        suffices = fits(changed, usable)
-        if suffices or frees >= WORTH_NAMING * now:
+    for flag, changed in [*_smaller_shapes(shape, usable), *_other_options(shape, draft_flag)]:
+        frees = now - measure_memory(changed).total
+        suffices = fits_in_memory(changed, usable)
+        if suffices or frees >= MIN_NAMED_SHARE * now:
             alone = "" if suffices or usable is None else ", not enough alone"
             order = (0, frees) if suffices else (1, -frees)
             options.append((order, f"{flag}  (frees {format_size(frees)}{alone})"))
     return [words for _, words in sorted(options)]
 
 
-def _shorter_or_fewer(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
-    """Yield options for fewer positions or slots: as many as fit, or half."""
+def _smaller_shapes(shape: EngineShape, usable: int | None) -> Iterator[tuple[str, EngineShape]]:
+    """Yield options, as text, with their shapes for fewer positions or slots: as many as fit, or
+    half.
+    """
     ctx = (
-        find_largest(lambda n: fits(at_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE)
+        find_largest(
+            lambda n: fits_in_memory(with_context(shape, n), usable), shape.ctx - 1, PAGE_SIZE
+        )
         or shape.ctx // 2
     )
     ctx = ctx // 1024 * 1024 if ctx >= 4096 else ctx  # a round number
     if 2 <= ctx < shape.ctx:
-        yield f"--ctx {ctx}", at_context(shape, ctx)
+        yield f"--ctx {ctx}", with_context(shape, ctx)
     slots = (
-        find_largest(lambda n: fits(replace(shape, slots=n), usable), shape.slots - 1, 1)
+        find_largest(lambda n: fits_in_memory(replace(shape, slots=n), usable), shape.slots - 1, 1)
         or shape.slots // 2
     )
     if slots:
@@ -119,7 +131,7 @@ def _shorter_or_fewer(shape: EngineShape, usable: int | None) -> Iterator[tuple[
 
 
 def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, EngineShape]]:
-    """Yield options for another method, dtype or way of running."""
+    """Yield options, as text, with their shapes for another method, dtype or way of running."""
     if shape.draft is not None or shape.mtp is not None:
         without = ", without --draft-model" if draft_flag else ""
         ngram_draft_max = METHODS["ngram"].draft_max
@@ -146,13 +158,13 @@ def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, 
         yield "--graphs off", replace(shape, graphs=False)
 
 
-def refusal(
+def memory_error(
     shape: EngineShape, device: str, free: int, fraction: float, draft_flag: bool = False
 ) -> ResourceError:
     """Return the error for a shape that takes more than `fraction` of a device's `free` bytes."""
-    need = measure(shape)
+    need = measure_memory(shape)
     usable = int(free * fraction)
-    fix = remedies(shape, usable, draft_flag)
+    fix = memory_remedies(shape, usable, draft_flag)
     percent = -(-100 * need.total // max(1, free))
     if percent <= 100:
         gained = free * percent // 100 - usable
@@ -171,10 +183,12 @@ def refusal(
 def longest_context(shape: EngineShape, usable: int) -> int:
     """Return the longest context with which a shape fits into `usable` bytes; 0 if none does."""
     return find_largest(
-        lambda ctx: fits(at_context(shape, ctx), usable), shape.target.max_positions, PAGE_SIZE
+        lambda ctx: fits_in_memory(with_context(shape, ctx), usable),
+        shape.target.max_positions,
+        PAGE_SIZE,
     )
 
 
-def at_context(shape: EngineShape, ctx: int) -> EngineShape:
+def with_context(shape: EngineShape, ctx: int) -> EngineShape:
     """Return the shape with another context, and the draft model's no longer than it."""
     return replace(shape, ctx=ctx, draft_ctx=min(shape.draft_ctx, ctx))

@@ -33,15 +33,15 @@ from spd.runtime.plan.config import (
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import (
     check_activations,
-    choose_form,
     choose_kernels,
+    choose_weight_form,
     native_obstacle,
 )
 from spd.runtime.plan.machine import Machine, find_machine
 from spd.runtime.plan.memory import (
     EngineShape,
     MemoryNeed,
-    measure,
+    measure_memory,
     snapshot_nbytes,
     state_bytes,
 )
@@ -51,11 +51,11 @@ from spd.runtime.round.limits import PAGE_SIZE
 
 AUTO_CTX = 32768
 """The longest context that `auto` takes; --ctx may name a longer one."""
-NUM_SNAPSHOTS = 8
+EXTRA_SNAPSHOTS = 8
 """Snapshots of recurrent states, besides two a slot."""
-MOST_RANKS = 64
-FROM_CONFIG = ("quantize", "activations", "ngram_max", "verify", "synthetic_acceptance", "load")
-FROM_SHAPE = (
+MAX_RANKS = 64
+CONFIG_KEYS = ("quantize", "activations", "ngram_max", "verify", "synthetic_acceptance", "load")
+SHAPE_KEYS = (
     "dtype",
     "mtp_modules",
     "draft_max",
@@ -101,7 +101,7 @@ class EnginePlan:
     @property
     def need(self) -> MemoryNeed:
         """Return the bytes that the engine takes, part by part."""
-        return measure(self.shape)
+        return measure_memory(self.shape)
 
     @property
     def copy_draft_max(self) -> int:
@@ -120,7 +120,7 @@ class EnginePlan:
     def shares_prefixes(self) -> bool:
         """True if a request may begin with another's pages; states need snapshots."""
         recurrent = _any_recurrent(self.shape.target, self.shape.draft)
-        return self.config.prefix_sharing and (self.shape.snapshots > 0 or not recurrent)
+        return self.config.prefix_sharing and (self.shape.num_snapshots > 0 or not recurrent)
 
     @property
     def can_round_activations(self) -> bool:
@@ -159,13 +159,14 @@ class EnginePlan:
             "draft_model": None if draft is None else str(draft),
             "mtp_head": None if mtp is None else str(mtp.folder),
             "mtp_layout": None if mtp is None else mtp.layout.description,
-            **{name: getattr(self.config, name) for name in FROM_CONFIG},
-            **{name: getattr(shape, name) for name in FROM_SHAPE},
+            **{name: getattr(self.config, name) for name in CONFIG_KEYS},
+            **{name: getattr(shape, name) for name in SHAPE_KEYS},
             **{name: value for name, value in vars(self).items() if name not in nested},
             "can_round_activations": self.can_round_activations,
             "pool_tokens": self.pool_tokens,
             "prefix_sharing": self.shares_prefixes,
-            "checkpoint_bytes": shape.snapshots and shape.snapshots * snapshot_nbytes(shape),
+            "checkpoint_bytes": shape.num_snapshots
+            and shape.num_snapshots * snapshot_nbytes(shape),
             "page_size": PAGE_SIZE,
             "weight_bytes": need.weights,
             "draft_weight_bytes": need.draft_weights,
@@ -204,7 +205,7 @@ def _resolve_dtype(requested: str, machine: Machine, model: ModelConfig, kernels
         return requested
     if not machine.on_cpu:
         return model.dtype
-    quick = kernels in ("auto", "native") or machine.fast_bfloat16
+    quick = kernels in ("auto", "native") or machine.has_fast_bfloat16
     return "bfloat16" if model.dtype != "float32" and quick else "float32"
 
 
@@ -239,7 +240,8 @@ def _resolve_graphs(requested: bool | None, machine: Machine, kernels: str) -> b
 def _resolve_draft_lengths(
     config: EngineConfig, drafter: Drafter, adaptive: bool
 ) -> tuple[str, int, int]:
-    """Return the resolved `spec`, the most drafts of a model or head, and of any proposer.
+    """Return the resolved `spec`, the most drafts of a model or head in a round, and of any
+    proposer.
 
     With adaptive k and two drafters, lookup may draft more at once than the model does. Raises
     UsageError where a block is shorter than the drafts that are requested.
@@ -263,7 +265,8 @@ def _resolve_draft_lengths(
 
 
 def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
-    """Return the values of k that adapting may choose.
+    """Return the values of k, ascending, that a round may have: 0, and those that adapting may
+    choose.
 
     Few with graphs, none below the number of MTP modules, which all run.
     """
@@ -276,9 +279,10 @@ def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, .
 def choose_draft_ranks(
     config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, mtp: MtpSource | None
 ) -> tuple[int, str]:
-    """Return the ranks of each group that runs the drafter, and the reason.
+    """Return how many ranks each group that runs the drafter has, and the reason.
 
-    Raises IncompatibleError, UsageError.
+    Raises IncompatibleError where a model cannot be divided among them, UsageError where there is
+    no drafter to divide.
     """
     tp = config.tp
     draft_tp = config.draft_tp
@@ -324,8 +328,11 @@ def possible_rank_counts(config: ModelConfig, sizes: Iterable[int]) -> list[int]
 
 
 def _check_ranks(flag: str, ranks: int, config: ModelConfig, divided_model: str) -> None:
-    """Raise IncompatibleError where a model cannot be divided among so many ranks."""
-    possible = possible_rank_counts(config, range(1, MOST_RANKS + 1))
+    """Raise IncompatibleError where a model cannot be divided among `ranks` ranks.
+
+    flag: the option that asks for them. divided_model: the model's role in the message.
+    """
+    possible = possible_rank_counts(config, range(1, MAX_RANKS + 1))
     if ranks in possible:
         return
     reason = f"{config.num_heads} heads"
@@ -353,8 +360,8 @@ def _check_synthetic_acceptance(length: float | None, draft_max: int) -> None:
 def _draft_form(
     drafter: Drafter, form_of: Callable[[ModelConfig, ModelFolder], tuple[WeightForm, str]]
 ) -> WeightForm:
-    """Return the form of the drafting weights, where there are any."""
-    source = drafter.source()
+    """Return the form of the drafting weights; wide where no weights draft."""
+    source = drafter.weights_source()
     if source is None:
         return WIDE
     config, folder = source
@@ -364,7 +371,7 @@ def _draft_form(
 
 def _snapshot_count(config: EngineConfig, has_states: bool) -> int:
     """Return how many snapshots of recurrent states are stored for shared prefixes."""
-    return NUM_SNAPSHOTS + 2 * config.slots if config.prefix_sharing and has_states else 0
+    return EXTRA_SNAPSHOTS + 2 * config.slots if config.prefix_sharing and has_states else 0
 
 
 def _resolve_ngram_min(config: EngineConfig, spec: str) -> int:
@@ -375,7 +382,12 @@ def _resolve_ngram_min(config: EngineConfig, spec: str) -> int:
 
 
 def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
-    """Resolve every `auto` but context and pages: those are as requested, or the most possible."""
+    """Return the plan for a machine, whose context and pages are as requested, or the most possible
+    without regard to memory.
+
+    Reads the configuration and headers of the model's and drafter's files. Raises the errors of
+    what cannot be honoured.
+    """
     target = ModelFolder.from_path(config.model)
     model = target.config
     drafter = choose_drafter(config, target)
@@ -383,7 +395,9 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     graphs = _resolve_graphs(config.graphs, machine, kernels)
     adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
     spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter, adaptive)
-    form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
+    form_of = partial(
+        choose_weight_form, config=config, machine=machine, kernels=kernels, dtype=dtype
+    )
     form, weights_reason = form_of(model, target)
     ctx = _resolve_context(config.ctx, model)
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config
@@ -404,12 +418,12 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         stores_distributions=config.verify != "coupled",
         model_drafts=model_drafts,
         mtp=mtp,
-        head_embedding=drafter.head_embedding,
+        head_holds_embedding=drafter.head_holds_embedding,
         form=form,
         draft_form=_draft_form(drafter, form_of),
         tp=config.tp,
         draft_tp=draft_tp,
-        snapshots=_snapshot_count(config, _any_recurrent(model, draft)),
+        num_snapshots=_snapshot_count(config, _any_recurrent(model, draft)),
         rounds_cache=config.kv == "int8",
     )
     sharing_ranks = machine.count_sharing_ranks(config.tp)
@@ -432,14 +446,15 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         draft_tp_reason=why_ranks,
         threads=config.threads or max(1, len(usable_cpus()) // sharing_ranks),
         threads_follow=config.threads is None and kernels == "native",
-        memory_budget_bytes=int(machine.free // sharing_ranks * config.memory_fraction),
+        memory_budget_bytes=int(machine.free_bytes // sharing_ranks * config.memory_fraction),
     )
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
-    """Resolve every `auto`.
+    """Return the plan for this machine, with context and pages cut to the memory that is free now.
 
-    Raises the errors of what cannot be, ResourceError where memory is too small.
+    Reads files and queries the device. Raises the errors of what cannot be honoured, ResourceError
+    where memory is too small.
     """
     from spd.runtime.load.token_tiles import find_tile_limits
 
@@ -447,7 +462,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     plan = resolve_plan(config, machine)
     _check_synthetic_acceptance(config.synthetic_acceptance, plan.shape.draft_max)
     check_activations(config, machine, plan.shape.form)
-    free_bytes = machine.free // machine.count_sharing_ranks(plan.shape.tp)
+    free_bytes = machine.free_bytes // machine.count_sharing_ranks(plan.shape.tp)
     tiles, tiles_reason = find_tile_limits(
         machine.device if plan.shape.kernels == "triton" else "cpu", spd_cache_folder
     )

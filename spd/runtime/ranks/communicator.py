@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.c10d import Store, TorchGroup, c10d
-from spd.runtime.ranks.rendezvous import RENDEZVOUS_SECONDS, connect_store
+from spd.runtime.ranks.rendezvous import RENDEZVOUS_SECONDS, connect_torchrun_store
 from spd.version import __version__
 
 if TYPE_CHECKING:
@@ -37,18 +37,25 @@ class LostRank(Exception):
 
 @dataclass
 class Heartbeat:
-    """Signs of life of a rank: the steps it has done, and True while it waits for the others."""
+    """Signs of life of one rank."""
 
     steps: int = 0
-    waiting: bool = False
+    """Steps that the rank has done."""
+
+    is_waiting: bool = False
+    """True while the rank waits for the others."""
 
     def beat(self) -> None:
-        """Count a step."""
+        """Count a step of this rank."""
         self.steps += 1
 
 
 class ProcessGroup:
-    """A group of ranks, seen from one of them: gloo's on a CPU, NCCL's on CUDA."""
+    """The exchanges of a group of ranks, seen from one of them: by gloo on a CPU, NCCL on CUDA.
+
+    Each blocks until its result is there, counts as a step, and raises LostRank where a rank is
+    gone.
+    """
 
     def __init__(self, group: TorchGroup, rank: int, size: int, heartbeat: Heartbeat) -> None:
         self.group = group
@@ -57,7 +64,7 @@ class ProcessGroup:
         self.heartbeat = heartbeat
 
     def gather(self, part: Tensor) -> Tensor:
-        """Return the parts of all ranks in rank order: [N, *part.shape]; shapes must be equal."""
+        """Return the parts of all N ranks in rank order, [N, *part.shape]; shapes must be equal."""
         part = part.contiguous()
         gathered = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
         # As bytes: not every backend knows every dtype, and an all-gather computes nothing.
@@ -67,7 +74,7 @@ class ProcessGroup:
         # On the round's own stream: NCCL's would be forked to and joined for every sum.
         options.asyncOp = False
         options.timeout = EXCHANGE_TIMEOUT
-        self._wait(lambda: self.group._allgather_base(received, sent, options))
+        self._run_exchange(lambda: self.group._allgather_base(received, sent, options))
         return gathered
 
     def sum(self, part: Tensor) -> Tensor:
@@ -85,36 +92,43 @@ class ProcessGroup:
         options.rootRank = options.rootTensor = 0
         options.asyncOp = False
         options.timeout = EXCHANGE_TIMEOUT
-        self._wait(lambda: self.group.broadcast([sent.view(-1).view(torch.uint8)], options))
+        self._run_exchange(lambda: self.group.broadcast([sent.view(-1).view(torch.uint8)], options))
         if sent.data_ptr() != tensor.data_ptr():
             tensor.copy_(sent)
 
-    def _wait(self, start: Callable[[], Work | None]) -> None:
+    def _run_exchange(self, start: Callable[[], Work | None]) -> None:
+        """Start an exchange and wait for its end, or enqueue it on the current stream.
+
+        Raises LostRank where it breaks off.
+        """
         self.heartbeat.beat()
-        self.heartbeat.waiting = True
+        self.heartbeat.is_waiting = True
         try:
             work = start()
             if work is not None:  # else it is on the current stream
                 work.wait()
         except RuntimeError as error:
             raise LostRank(str(error)) from error
-        self.heartbeat.waiting = False
+        self.heartbeat.is_waiting = False
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One rank's groups. Each group of `draft.size` ranks runs the full drafter."""
+    """One rank's groups for exchanges. Each group of `draft.size` ranks runs the full drafter."""
 
     target: ProcessGroup
     draft: ProcessGroup | None  # None: this rank drafts alone
     broadcast_group: ProcessGroup | None
-    """Hands rank 0's drafts to the other groups; None where all ranks draft together."""
+    """All ranks, for handing rank 0's drafts to the others; None where all ranks draft together."""
 
 
 def open_store(address: str) -> Store:
-    """Return the store of addresses: a file that only rank 0's user can open, or torchrun's."""
+    """Open the store where ranks exchange their addresses, and return it.
+
+    address: the path of a file that only rank 0's user can open, or a prefix in torchrun's store.
+    """
     if not address.startswith("/"):
-        prefix_store: Store = c10d.PrefixStore(address, connect_store())
+        prefix_store: Store = c10d.PrefixStore(address, connect_torchrun_store())
         return prefix_store
     store: Store = c10d.FileStore(address)
     store.set_timeout(timedelta(seconds=RENDEZVOUS_SECONDS))
@@ -122,18 +136,21 @@ def open_store(address: str) -> Store:
 
 
 def open_ranks(store: Store, rank: int, plan: EnginePlan, host: str, heartbeat: Heartbeat) -> Ranks:
-    """Meet the other ranks of a plan. Raises RuntimeError where one does not come."""
+    """Connect to the other ranks of a plan, which call this too, and return this rank's groups.
+
+    host: this machine's address towards the others. Raises RuntimeError where one does not come.
+    """
     size = plan.shape.tp
     draft_size = plan.shape.draft_tp
     draft_group, draft_rank = divmod(rank, draft_size)
     draft = None
-    heartbeat.waiting = True
+    heartbeat.is_waiting = True
     try:
-        target_group = _process_group(
+        target_group = _create_torch_group(
             store=store, name="target", rank=rank, size=size, device=plan.device, host=host
         )
         if 1 < draft_size < size:
-            group = _process_group(
+            group = _create_torch_group(
                 store=store,
                 name=f"draft {draft_group}",
                 rank=draft_rank,
@@ -143,7 +160,7 @@ def open_ranks(store: Store, rank: int, plan: EnginePlan, host: str, heartbeat: 
             )
             draft = ProcessGroup(group, draft_rank, draft_size, heartbeat)
     finally:
-        heartbeat.waiting = False
+        heartbeat.is_waiting = False
     target = ProcessGroup(target_group, rank, size, heartbeat)
     all_ranks = ProcessGroup(target_group, rank, size, heartbeat)
     if draft_size == size:
@@ -151,10 +168,13 @@ def open_ranks(store: Store, rank: int, plan: EnginePlan, host: str, heartbeat: 
     return Ranks(target, draft, broadcast_group=all_ranks)
 
 
-def _process_group(
+def _create_torch_group(
     store: Store, name: str, rank: int, size: int, device: str, host: str
 ) -> TorchGroup:
-    """Return a group of gloo over the interface of one address; on CUDA of NCCL."""
+    """Connect the ranks of one group; return gloo's over the interface of `host`, on CUDA NCCL's.
+
+    name: prefix of the group's keys in the store.
+    """
     group_store = c10d.PrefixStore(name, store)
     if device == "cpu":
         options = c10d.ProcessGroupGloo._Options()
@@ -168,7 +188,9 @@ def _process_group(
 
 
 def describe_rank(device: str) -> dict[str, str]:
-    """Return the facts that must be equal on every rank, or their bits may differ."""
+    """Return the versions and the processor that must be equal on every rank, or bits may
+    differ.
+    """
     versions = {name: version(name) for name in ("torch", "triton") if find_spec(name) is not None}
     if device != "cpu":
         return {"spd": __version__, **versions, "device": torch.cuda.get_device_name(device)}

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 HANG_SECONDS = 15
+"""Seconds without a sign of life after which a rank is given up."""
 BEAT_SECONDS = 0.5
-NO_ANSWER = f"has not answered for {HANG_SECONDS} seconds"
+"""Seconds between two heartbeats to rank 0."""
+NO_ANSWER_TEXT = f"has not answered for {HANG_SECONDS} seconds"
 EXIT_OTHER_RANK_ENDED = 75
 """The exit status of a rank that ends because another one did."""
 EXIT_LEADER_LOST = 76
@@ -36,7 +38,9 @@ EXIT_LEADER_LOST = 76
 
 
 class RankConnection(Connection):
-    """One end of a connection between ranks. Several threads may write to it."""
+    """One end of a connection between ranks, for pickled messages. Several threads may write to
+    it.
+    """
 
     def __init__(self, handle: int) -> None:
         super().__init__(handle)
@@ -51,13 +55,13 @@ class RankConnection(Connection):
         return cls(endpoint.dup().detach())
 
     def send_message(self, message: tuple[object, ...]) -> None:
-        """Send a message. Raises OSError where the other end is gone."""
+        """Pickle a message and send it. Raises OSError where the other end is gone."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         with self._writing:
             self.send_bytes(data)
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat, unless another thread is sending a message."""
+        """Send a heartbeat, an empty message, unless another thread is sending a message."""
         if self._writing.acquire(blocking=False):
             with suppress(OSError):  # a lost connection is noticed by its reader
                 self.send_bytes(pickle.dumps(()))
@@ -65,7 +69,10 @@ class RankConnection(Connection):
 
 
 def authenticate(endpoint: socket.socket, key: bytes, connections: list[RankConnection]) -> None:
-    """Append a connection to the rank at the other end, if that knows the key."""
+    """Append to `connections` one to the rank at the other end of a socket, if that knows the key.
+
+    Closes the socket, of which the connection has a duplicate.
+    """
     with endpoint:
         connection = RankConnection.from_socket(endpoint)
         try:
@@ -77,8 +84,9 @@ def authenticate(endpoint: socket.socket, key: bytes, connections: list[RankConn
     connections.append(connection)
 
 
-def connect(host: str, port: int, key: bytes) -> tuple[RankConnection, str]:
-    """Return a connection to a listener, and this machine's address on it.
+def connect_to_leader(host: str, port: int, key: bytes) -> tuple[RankConnection, str]:
+    """Connect to where rank 0 listens, prove to know the key, and return the connection and this
+    machine's address on it.
 
     Raises OSError, EOFError.
     """
@@ -89,10 +97,10 @@ def connect(host: str, port: int, key: bytes) -> tuple[RankConnection, str]:
         return connection, str(endpoint.getsockname()[0])
 
 
-def follow(spec: RankSpec, leave: Callable[[int], None]) -> int:
-    """Connect, load what rank 0's plan says, and follow until something fails.
+def follow_leader(spec: RankSpec, leave: Callable[[int], None]) -> int:
+    """Run a rank: connect to rank 0, load this rank's part, and obey orders until something fails.
 
-    Returns the exit status. `leave` ends the process at once, wherever it is.
+    Returns the exit status. leave: ends the process at once with a status, wherever it is.
     """
     import torch
 
@@ -113,7 +121,9 @@ def follow(spec: RankSpec, leave: Callable[[int], None]) -> int:
             connection = RankConnection(spec["lines"][0])
             local_host = spec["host"]
         else:
-            connection, local_host = connect(spec["host"], spec["port"], bytes.fromhex(spec["key"]))
+            connection, local_host = connect_to_leader(
+                spec["host"], spec["port"], bytes.fromhex(spec["key"])
+            )
     except (OSError, EOFError):
         return EXIT_OTHER_RANK_ENDED
     try:
@@ -151,7 +161,10 @@ def receive_orders(
     heartbeat: Heartbeat,
     leave: Callable[[int], None],
 ) -> None:
-    """Pass on rank 0's orders, send it heartbeats, and end this process where it is gone."""
+    """Pass on rank 0's orders and send it heartbeats, until it is gone; then end this process.
+
+    put_order: queues an order. leave: ends the process at once with a status. Runs in a thread.
+    """
     parent = os.getppid()
     silent_beats = 0
     while os.getppid() == parent:
@@ -162,7 +175,7 @@ def receive_orders(
                 silent_beats = 0
                 if message := connection.recv():
                     put_order(message)
-            connection.send_message(("beat", heartbeat.steps, heartbeat.waiting))
+            connection.send_message(("beat", heartbeat.steps, heartbeat.is_waiting))
         except (EOFError, OSError):
             break
         if silent_beats * BEAT_SECONDS >= HANG_SECONDS:

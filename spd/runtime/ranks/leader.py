@@ -31,8 +31,8 @@ from spd.runtime.ranks.communicator import (
     open_store,
 )
 from spd.runtime.ranks.follower import LOOPBACK, RankConnection, authenticate
-from spd.runtime.ranks.rendezvous import RankSpec, announce_engine, connect_store
-from spd.runtime.ranks.watch import HANG_TICKS, TICK, RankMonitor, exit_text, rank_error
+from spd.runtime.ranks.rendezvous import RankSpec, announce_engine, connect_torchrun_store
+from spd.runtime.ranks.watch import HANG_TICKS, TICK_SECONDS, RankMonitor, exit_text, rank_error
 from spd.runtime.round.graphs import CapturedRounds, RoundShape
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.model_runner import ModelRunner
@@ -44,7 +44,7 @@ from spd.runtime.round.sampling_params import SamplingSteps
 
 START_SECONDS = 120
 """Seconds in which a rank must have imported torch and sent its first message."""
-PROGRAM = "from spd.cli.rank import main; main()"
+RANK_PROGRAM = "from spd.cli.rank import main; main()"
 """The program of another rank, which the command line owns as it owns all processes."""
 
 Result = TypeVar("Result")
@@ -59,7 +59,7 @@ def start_rank_process(spec: RankSpec, descriptors: Sequence[int] = ()) -> subpr
     """
     with open(os.dup(2), "wb") as stderr_copy:
         process = subprocess.Popen(
-            isolated_command(PROGRAM),
+            isolated_command(RANK_PROGRAM),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def start_rank_process(spec: RankSpec, descriptors: Sequence[int] = ()) -> subpr
 
 
 class Leader:
-    """The ranks of one engine, seen from rank 0.
+    """The ranks of one engine, seen from rank 0: starts the others, sends orders, and ends them.
 
     Raises EngineError where one does not come or fails, naming it; the others are then ended.
     """
@@ -84,14 +84,14 @@ class Leader:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pending: list[RankConnection] = []
         self._connections: dict[int, RankConnection] = {}
-        self.broken = False  # True once an order broke off, or the others were ended
+        self.is_broken = False  # True once an order broke off, or the others were ended
         self._host = LOOPBACK
         self._store_address = ""
         try:
             if plan.config.rendezvous is None:
                 self._start_processes()
             else:
-                self._announce(plan.config.rendezvous)
+                self._announce_to_torchrun(plan.config.rendezvous)
         except BaseException:
             self._stop_ranks()
             raise
@@ -102,9 +102,10 @@ class Leader:
     # -- the start -------------------------------------------------------------------------------
 
     def _start_processes(self) -> None:
-        """Start the other ranks on this machine, each with a connection and a file to meet in.
+        """Start the other ranks on this machine, and wait until all have reported.
 
-        That file is never closed: torch's store looks into it once more when it is freed.
+        Each gets a connection, and the file where all meet. That file is never closed: torch's
+        store looks into it once more when it is freed.
         """
         memory = os.memfd_create("spd-ranks")
         self._store_address = f"/proc/self/fd/{memory}"
@@ -122,13 +123,16 @@ class Leader:
                 self._processes[rank] = start_rank_process(spec, (far.fileno(), memory))
         self._wait_for_ranks([], b"")
 
-    def _announce(self, started: int) -> None:
-        """Announce to ranks of torchrun where this engine listens."""
+    def _announce_to_torchrun(self, started: int) -> None:
+        """Tell the ranks that torchrun has started where this engine listens, and wait for them.
+
+        started: how many ranks there are. Raises UsageError where they are too few.
+        """
         if (tp := self.plan.shape.tp) > started:
             fix = [f"--tp {started}", f"torchrun with {tp} processes in all"]
             raise UsageError(f"--tp {tp}, but torchrun started {started} ranks", fix=fix)
         key = secrets.token_bytes(32)
-        store = connect_store()
+        store = connect_torchrun_store()
         self._store_address = key.hex()
         self._store = store  # where no agent of torchrun has a store, it ends with this one
         master: Any = store
@@ -149,7 +153,11 @@ class Leader:
             self._wait_for_ranks([listener], key)
 
     def _wait_for_ranks(self, listeners: Sequence[socket.socket], key: bytes) -> None:
-        """Wait until all ranks have reported, and are of one kind."""
+        """Wait until all other ranks have reported, and have the versions and processor of this
+        one.
+
+        listeners: sockets on which ranks connect that know the key; empty where they are connected.
+        """
         description = describe_rank(self.plan.device)
         deadline = time.monotonic() + START_SECONDS
         other_ranks = range(1, self.plan.shape.tp)
@@ -161,18 +169,22 @@ class Leader:
                     raise EngineError(f"rank {rank}: {exit_text(status)} before it had begun")
             if time.monotonic() > deadline:
                 raise EngineError(f"rank {missing[0]}: did not come within {START_SECONDS} seconds")
-            for ready in wait([*self._pending, *listeners], TICK):
+            for ready in wait([*self._pending, *listeners], TICK_SECONDS):
                 if isinstance(ready, RankConnection):
                     self._pending.remove(ready)
-                    self._admit(ready, description)
+                    self._admit_rank(ready, description)
                 else:  # in a thread: a stranger that sends nothing must not delay the ranks
                     connection = listeners[0].accept()[0]
                     threading.Thread(
                         target=authenticate, args=(connection, key, self._pending), daemon=True
                     ).start()
 
-    def _admit(self, connection: RankConnection, description: dict[str, str]) -> None:
-        """Receive a rank's first message."""
+    def _admit_rank(self, connection: RankConnection, description: dict[str, str]) -> None:
+        """Receive a rank's first message and register its connection.
+
+        Raises EngineError where the rank has failed, IncompatibleError where it differs from
+        `description`.
+        """
         try:
             kind, rank, *payload = connection.recv()
         except (EOFError, OSError):  # it has ended, as its process's status will show
@@ -190,8 +202,11 @@ class Leader:
                 reason = [f"rank 0: {description[name]}", f"rank {rank}: {value}"]
                 raise IncompatibleError(message, reason=reason, code="tensor_parallel")
 
-    def open(self, usable_vocab: int) -> Ranks:
-        """Let every rank load its part, and meet them; the caller loads this rank's part."""
+    def meet_ranks(self, usable_vocab: int) -> Ranks:
+        """Send the plan to the other ranks, which load their parts, and connect this rank to them.
+
+        The caller loads this rank's part. Returns this rank's groups.
+        """
         return self.guard(
             lambda: open_ranks(
                 store=open_store(self._store_address),
@@ -208,40 +223,44 @@ class Leader:
     def guard(
         self, act: Callable[[], Result], *, order: tuple[object, ...] = (), waits: bool = False
     ) -> Result:
-        """Act, and have the other ranks do so by an order; whatever breaks off ends the ranks.
+        """Send an order to the other ranks, if any, then act here and return what `act` returns.
 
-        waits: True if the act waits for them. Raises EngineError naming a rank that has failed.
+        Whatever breaks off ends the other ranks. waits: True if `act` waits for them. Raises
+        EngineError naming a rank that has failed.
         """
-        if self.broken:
+        if self.is_broken:
             raise self._monitor.failure or EngineError(
                 "the ranks have ended: an earlier order broke off"
             )
         try:
             self.heartbeat.beat()
-            self.heartbeat.waiting = waits
+            self.heartbeat.is_waiting = waits
             if order:
-                self._send(order)
+                self._send_to_all(order)
             return act()
         except BaseException as error:
-            self.broken = True  # how far the other ranks are is not known
+            self.is_broken = True  # how far the other ranks are is not known
             is_connection_lost = isinstance(error, (LostRank, OSError))
             # The news of another rank's failure comes a moment later.
             if is_connection_lost or (
-                isinstance(error, RuntimeError) and self._monitor.failed.wait(4 * TICK)
+                isinstance(error, RuntimeError) and self._monitor.failed.wait(4 * TICK_SECONDS)
             ):
-                raise self._find_error(str(error)) from None
+                raise self._end_ranks_and_find_error(str(error)) from None
             self.close()
             raise
         finally:
-            self.heartbeat.waiting = False
+            self.heartbeat.is_waiting = False
 
-    def _find_error(self, message: str) -> EngineError:
-        """Return the error that says which rank failed, and how."""
-        self._monitor.failed.wait(TICK * (HANG_TICKS + 8))
+    def _end_ranks_and_find_error(self, message: str) -> EngineError:
+        """Wait for the monitor's finding, end the other ranks, and return the error of the one that
+        failed.
+        """
+        self._monitor.failed.wait(TICK_SECONDS * (HANG_TICKS + 8))
         self.close()
         return self._monitor.failure or EngineError("the ranks lost each other", reason=[message])
 
-    def _send(self, message: tuple[object, ...]) -> None:
+    def _send_to_all(self, message: tuple[object, ...]) -> None:
+        """Send a message to all other ranks."""
         for connection in self._connections.values():
             connection.send_message(message)
 
@@ -249,11 +268,12 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks at once: they hold nothing that must be saved."""
-        self.broken = True
+        self.is_broken = True
         self._monitor.close()
         self._stop_ranks()
 
     def _stop_ranks(self) -> None:
+        """Kill the processes that this rank has started, and close all connections."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -296,7 +316,7 @@ class LeadingQueue:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Call a method of the local queue on every rank; return this rank's result."""
+        """Order every rank to call a method of its local queue; return this rank's result."""
         assert not kwargs, "orders carry positional arguments only"
         return self.leader.guard(lambda: method(*args, **kwargs), order=(method.__name__, args))
 
@@ -306,8 +326,8 @@ class LeadingQueue:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> None:
-        """Call a method that only cleans up, unless the ranks have ended."""
-        if not self.leader.broken:
+        """Order every rank to call a method that only cleans up, unless the ranks have ended."""
+        if not self.leader.is_broken:
             self.order(method, *args, **kwargs)
 
     def admit(self, admission: SlotAdmission) -> None:
@@ -381,7 +401,11 @@ class LeadingQueue:
 
 
 def start_ranks(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> LeadingQueue:
-    """Start the ranks of a plan, or meet them, and load this rank's part."""
+    """Start the other ranks of a plan, or meet those of torchrun, load this rank's part, and return
+    the queue of rounds over all of them.
+
+    progress: called while this rank loads. Raises EngineError where a rank fails.
+    """
     leader = Leader(plan)
 
     def report_progress(news: LoadProgress) -> None:
@@ -390,7 +414,7 @@ def start_ranks(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
             progress(news)
 
     try:
-        ranks = leader.open(usable_vocab)
+        ranks = leader.meet_ranks(usable_vocab)
         return LeadingQueue(
             leader.guard(lambda: assemble(plan, usable_vocab, report_progress, ranks)), leader
         )

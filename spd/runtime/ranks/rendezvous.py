@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_SECONDS = 60
 """Seconds in which ranks that have reported to rank 0 must connect to each other."""
-PAUSE = 0.2
-END = "end"
-NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+POLL_PAUSE_SECONDS = 0.2
+END_KEY = "end"
+"""The key that the leading rank writes to the store when its program has ended."""
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankSpec(TypedDict, total=False):
@@ -38,15 +39,21 @@ class RankSpec(TypedDict, total=False):
 
 
 def torchrun_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return this process's rank and how many ranks torchrun has started; None outside of it."""
-    rank, world_size, *address = (environment.get(name, "") for name in NAMES)
+    """Return this process's rank and how many ranks torchrun has started; None outside of torchrun.
+
+    environment: the process's environment variables.
+    """
+    rank, world_size, *address = (environment.get(name, "") for name in TORCHRUN_VARIABLES)
     if not (rank.isdigit() and world_size.isdigit() and all(address)) or int(world_size) < 2:
         return None
     return int(rank), int(world_size)
 
 
-def connect_store() -> Store:
-    """Return torchrun's store. Raises EngineError where it does not answer."""
+def connect_torchrun_store() -> Store:
+    """Connect to torchrun's store, whose address is in the environment variables, and return it.
+
+    Raises EngineError where it does not answer.
+    """
     from datetime import timedelta
 
     from torch.distributed.rendezvous import rendezvous
@@ -65,14 +72,14 @@ def connect_store() -> Store:
 
 
 def announce_engine(store: Store, address: RankSpec) -> None:
-    """Write to the store where an engine's rank 0 listens."""
+    """Write the address where an engine's rank 0 listens to the store, under the next number."""
     store.set(f"crew {store.add('crews', 1)}", json.dumps(address))
 
 
 def next_engine(store: Store, number: int) -> RankSpec | None:
-    """Return the address of engine `number`, from 1 on; None, after a pause, before it exists."""
+    """Read the address of engine `number`, from 1 on; before it exists, sleep and return None."""
     if not store.check([f"crew {number}"]):
-        time.sleep(PAUSE)
+        time.sleep(POLL_PAUSE_SECONDS)
         return None
     address: RankSpec = json.loads(store.get(f"crew {number}"))
     return address

@@ -19,19 +19,19 @@ from spd.runtime.ranks.communicator import Heartbeat
 from spd.runtime.ranks.follower import (
     EXIT_OTHER_RANK_ENDED,
     HANG_SECONDS,
-    NO_ANSWER,
+    NO_ANSWER_TEXT,
     RankConnection,
 )
 
-TICK = 0.25
+TICK_SECONDS = 0.25
 """Seconds between two checks of rank 0, each of which sends a heartbeat to the others."""
-HANG_TICKS = round(HANG_SECONDS / TICK)
+HANG_TICKS = round(HANG_SECONDS / TICK_SECONDS)
 """Checks without a step while others wait, or without a message, after which a rank is given up.
 
 Counted in checks, not by the clock: while the terminal has stopped the program, there are none."""
 LAST_WORDS_TICKS = 8
 """Checks for which a rank that ended because of another one waits for the news of that one."""
-KEPT_WAITING = f"has kept the others waiting for {HANG_SECONDS} seconds"
+KEPT_WAITING_TEXT = f"has kept the others waiting for {HANG_SECONDS} seconds"
 NOTICE_SECONDS = 4
 """Seconds in which rank 0 notices that a rank has failed; if it does not, it hangs itself."""
 
@@ -48,20 +48,20 @@ class _RankStatus:
     connection: RankConnection | None = None
     process: subprocess.Popen[bytes] | None = None
     steps: int = 0
-    waiting: bool = False
+    is_waiting: bool = False
     silent_ticks: int = 0  # checks since its last message
     idle_ticks: int = 0  # checks since its last step
     ended_ticks: int = 0  # checks since it ended because of another rank
 
-    def beat(self, steps: int, waiting: bool) -> None:
-        """Record how far the rank is."""
+    def record_heartbeat(self, steps: int, is_waiting: bool) -> None:
+        """Record the rank's steps so far, and True if it waits for other ranks."""
         self.idle_ticks = 0 if steps != self.steps else self.idle_ticks
         self.steps = steps
-        self.waiting = waiting
+        self.is_waiting = is_waiting
 
 
 class RankMonitor:
-    """A thread that checks every rank; `failure` is set once one has failed, and all are ended.
+    """A thread that checks every rank; once one has failed it sets `failure` and calls `kill`.
 
     Each check sends the others a heartbeat. Where rank 0 does not notice a failure, because it
     hangs or has nothing to do, the thread ends with the EngineError that rank 0 would have raised:
@@ -77,6 +77,7 @@ class RankMonitor:
     ) -> None:
         self.failure: EngineError | None = None
         self.failed = threading.Event()
+        """Set once a rank has failed, all others are ended and `failure` says how."""
         self._connections = list(connections.values())
         self._heartbeat = heartbeat
         self._kill = kill
@@ -86,7 +87,9 @@ class RankMonitor:
         }
         self._all = {0: _RankStatus(), **self._followers}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="spd ranks", daemon=True)
+        self._thread = threading.Thread(
+            target=self._check_until_failure, name="spd ranks", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -96,14 +99,18 @@ class RankMonitor:
         """
         self._closing.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(4 * TICK)
+            self._thread.join(4 * TICK_SECONDS)
 
-    def _run(self) -> None:
+    def _check_until_failure(self) -> None:
+        """Check all ranks until one has failed or `close` is called; end the others on a failure.
+
+        Raises the error where rank 0 takes no notice of it.
+        """
         while not self._closing.is_set() and self.failure is None:
             for connection in self._connections:
                 connection.send_heartbeat()
             with suppress(OSError):  # the connections were closed meanwhile
-                self._receive_reports(time.monotonic() + TICK)
+                self._receive_reports(time.monotonic() + TICK_SECONDS)
             if self._closing.is_set():
                 return
             self.failure = self.failure or self._find_dead_rank() or self._find_stalled_rank()
@@ -114,7 +121,9 @@ class RankMonitor:
                 raise self.failure
 
     def _receive_reports(self, deadline: float) -> None:
-        """Receive the messages of all ranks until the deadline."""
+        """Receive and record the messages of all ranks until the deadline of the monotonic
+        clock.
+        """
         for status in self._all.values():
             status.silent_ticks += 1
             status.idle_ticks += 1
@@ -128,11 +137,11 @@ class RankMonitor:
                 time.sleep(remaining)
             for connection in wait(list(senders), remaining):
                 assert isinstance(connection, RankConnection)
-                self._receive(connection, senders[connection])
-        self._all[0].beat(self._heartbeat.steps, self._heartbeat.waiting)
+                self._receive_message(connection, senders[connection])
+        self._all[0].record_heartbeat(self._heartbeat.steps, self._heartbeat.is_waiting)
 
-    def _receive(self, connection: RankConnection, status: _RankStatus) -> None:
-        """Receive one message of a rank: its heartbeat or its error."""
+    def _receive_message(self, connection: RankConnection, status: _RankStatus) -> None:
+        """Receive one message of a rank and record it: its heartbeat in `status`, or its error."""
         try:
             kind, *payload = connection.recv()
         except (EOFError, OSError):
@@ -140,8 +149,8 @@ class RankMonitor:
             return
         status.silent_ticks = 0
         if kind == "beat":
-            steps, waiting = payload
-            status.beat(steps, waiting)
+            steps, is_waiting = payload
+            status.record_heartbeat(steps, is_waiting)
         elif self.failure is None:
             rank, message, details = payload
             self.failure = rank_error(rank, message, details)
@@ -155,7 +164,7 @@ class RankMonitor:
             exit_status = status.process.poll() if status.process is not None else None
             if exit_status is None and status.connection is not None:
                 if status.silent_ticks > HANG_TICKS:
-                    return rank_error(rank, NO_ANSWER)
+                    return rank_error(rank, NO_ANSWER_TEXT)
                 continue
             is_consequence = exit_status in (EXIT_OTHER_RANK_ENDED, None)
             if is_consequence and status.ended_ticks < LAST_WORDS_TICKS:
@@ -169,11 +178,11 @@ class RankMonitor:
         """Return the error of a rank that has made no step while others wait for it."""
         is_stalled = all(status.idle_ticks > HANG_TICKS for status in self._all.values())
         all_steps = {rank: status.steps for rank, status in self._all.items()}
-        late_ranks = [rank for rank, status in self._all.items() if not status.waiting]
+        late_ranks = [rank for rank, status in self._all.items() if not status.is_waiting]
         if not is_stalled or len(late_ranks) == len(self._all):
             return None
         slowest = min(late_ranks or all_steps, key=lambda rank: (all_steps[rank], rank))
-        return rank_error(slowest, KEPT_WAITING)
+        return rank_error(slowest, KEPT_WAITING_TEXT)
 
 
 def exit_text(status: int | None) -> str:
