@@ -84,7 +84,8 @@ def choose_kernels(
         if machine.capability >= OLDEST_CAPABILITY or machine.capability == (0, 0):
             return "triton", "a GPU's"
         oldest = _architecture_name(OLDEST_CAPABILITY)
-        reason = f"Triton's need a GPU of {oldest}, and this one is {_architecture_name(machine.capability)}"
+        own = _architecture_name(machine.capability)
+        reason = f"Triton's need a GPU of {oldest}, and this one is {own}"
         return _fall_back_to_torch(requested, reason)
     from triton import knobs
 

@@ -382,11 +382,9 @@ def _resolve_ngram_min(config: EngineConfig, spec: str) -> int:
 
 
 def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
-    """Return the plan for a machine, whose context and pages are as requested, or the most possible
-    without regard to memory.
+    """Return the plan for a machine, before context and pages are cut to its memory.
 
-    Reads the configuration and headers of the model's and drafter's files. Raises the errors of
-    what cannot be honoured.
+    Reads the files' configurations and headers. Raises the errors of what cannot be honoured.
     """
     target = ModelFolder.from_path(config.model)
     model = target.config
