@@ -382,10 +382,7 @@ def _resolve_ngram_min(config: EngineConfig, spec: str) -> int:
 
 
 def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
-    """Return the plan for a machine, before context and pages are cut to its memory.
-
-    Reads the files' configurations and headers. Raises the errors of what cannot be honoured.
-    """
+    """Return the plan for a machine, before context and pages are cut to its free memory."""
     target = ModelFolder.from_path(config.model)
     model = target.config
     drafter = choose_drafter(config, target)
