@@ -11,6 +11,8 @@ from contextlib import suppress
 UNUSED_BY_ENGINES = "torch._meta_registrations"
 """Operations on tensors without data, for torch's compilers: a quarter of torch's import."""
 NVIDIA_DEVICE = "/dev/nvidiactl"
+RARELY_USED = ("inspect", "ipaddress", "selectors")
+"""Modules that `dataclasses`, `pathlib`, `socket` import, seldom used: an eighth of a start."""
 
 
 def main() -> int:
@@ -25,6 +27,8 @@ def main() -> int:
     try:
         from spd.lazy_names import DeferredModule
 
+        for name in RARELY_USED:
+            DeferredModule.install(name)
         if not os.path.exists(NVIDIA_DEVICE):  # deferring is untried with CUDA
             DeferredModule.install(UNUSED_BY_ENGINES)
         from spd.cli.app import main as run

@@ -308,3 +308,16 @@ def test_a_command_that_cannot_be_imported_is_an_error(spd_run, monkeypatch) -> 
     monkeypatch.setattr("spd.cli.app.CommandBody.find", fail)
     ran = spd_run("ls")
     assert ran.code == 1 and "ImportError: a broken installation" in ran.err
+
+
+def test_a_start_imports_no_module_that_others_seldom_use() -> None:
+    code = (
+        "import sys; from spd.__main__ import RARELY_USED, main\n"
+        "import os; os._exit = lambda status: print(status)\n"
+        "main(); names = [name for name in RARELY_USED if sys.modules[name].__class__.__name__ == 'module']\n"
+        "print(names, len(RARELY_USED)); import inspect; print(inspect.signature(len))"
+    )
+    command = [sys.executable, "-c", code, "completions", "bash"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    expected = "0\n[] 3\n(obj, /)\n"
+    assert done.stdout.endswith(expected) or sys.version_info >= (3, 13), done.stderr

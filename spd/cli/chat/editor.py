@@ -1,4 +1,4 @@
-"""The line editor of a chat on a terminal; the only module that imports prompt_toolkit."""
+"""The line editor of a chat on a terminal; with `message_view` all that uses prompt_toolkit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from prompt_toolkit.history import FileHistory
 from prompt_toolkit.input.typeahead import store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
-from prompt_toolkit.layout.processors import TabsProcessor
 from prompt_toolkit.output import ColorDepth
 
 from spd.cli.chat.conversation import PROMPT, is_command
+from spd.cli.chat.message_view import MessageView
 from spd.cli.signals import Interrupted
 
 MAX_INLINE_PASTE_LINES = 20
@@ -71,7 +71,7 @@ class Editor:
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
-            prompt_continuation="  ",
+            prompt_continuation=" " * len(PROMPT),
             history=_ExpandedHistory(history, self.expand, warn),
             enable_history_search=True,
             enable_open_in_editor=True,
@@ -81,7 +81,7 @@ class Editor:
             key_bindings=self._make_key_bindings(),
             bottom_toolbar=self._toolbar_text,
             color_depth=None if color else ColorDepth.DEPTH_1_BIT,
-            input_processors=[TabsProcessor(char1=" ", char2=" ")],
+            input_processors=[MessageView(margin=len(PROMPT))],
         )
 
     def read(self, draft: str = "") -> str | None:
