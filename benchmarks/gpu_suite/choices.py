@@ -7,6 +7,7 @@ in every bit; between alternatives bits may differ. The digest says which one is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,10 +28,13 @@ from benchmarks.gpu_suite.kernel_cases import (
     Case,
     Rows,
     attention_case,
+    layer_case,
     linear_case,
 )
 from benchmarks.gpu_suite.kernel_table import READ_GIB, heads_of, run_case
-from benchmarks.gpu_suite.shapes import QWEN3_8B
+from benchmarks.gpu_suite.recurrent_cases import SHAPES as DELTA_SHAPES
+from benchmarks.gpu_suite.recurrent_cases import DeltaShape, delta_case
+from benchmarks.gpu_suite.shapes import QWEN3_06B, QWEN3_8B, Shape
 from benchmarks.gpu_suite.sparse_cases import eight_bit_case, few_bits, latent_case
 from spd.kernels.attention import attention_chunks, paged_attention_triton
 from spd.kernels.dispatch import load_kernels
@@ -39,6 +43,7 @@ from spd.kernels.launch import device_properties
 from spd.kernels.linear import skinny_linear_triton
 from spd.kernels.linear.skinny_config import LinearConfig, config_for
 from spd.kernels.linear.skinny_linear import Norm
+from spd.kernels.recurrent import delta_rule_triton
 from spd.runtime.layers import skinny_linear as layers
 
 Change = tuple[ModuleType, str, Any]
@@ -169,6 +174,48 @@ def attention_ab_choices() -> dict[str, Choice]:
     return choices | {"mla V2-Lite 16 slots 4096": latent_choices(16, 4096, (1, 5))}
 
 
+def recurrent_choices(shape: DeltaShape, slots: int, lengths: Sequence[int]) -> Choice:
+    """Return rounds of a recurrent layer, the columns of its programs and of a product's parts."""
+    alternatives: dict[str, Sequence[Change]] = {
+        f"{name.lower()} {value}": [(delta_rule_triton, name, value)]
+        for name, values in (("STATE_COLUMNS", (16, 64)), ("KEY_PART", (16, 64)))
+        for value in values
+    }
+    case = partial(delta_case, shape=shape, slots=slots, lengths=lengths)
+    return Choice(case, alternatives)
+
+
+def recurrent_ab_choices() -> dict[str, Choice]:
+    """Return the rounds of recurrent layers whose constants a comparison decides."""
+    return {
+        f"delta_rule {shape.name} {slots} slots": recurrent_choices(shape, slots, (0, 4))
+        for shape in DELTA_SHAPES
+        for slots in (1, 16)
+    }
+
+
+def without_overlap(device: torch.device) -> dict[str, int]:
+    """Return the launch options of a kernel that begins when the previous one has ended."""
+    return {"PDL": 0}
+
+
+def overlap_choices(shape: Shape, rows: Sequence[int]) -> Choice:
+    """Return a layer's products, each launched before or after the one in front of it has ended."""
+    changes = [
+        (module, "pdl_options", without_overlap)
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("spd.kernels.") and hasattr(module, "pdl_options")
+    ]
+    return Choice(partial(layer_case, shape=shape, rows=rows), {"without overlap": changes})
+
+
+def overlap_ab_choices() -> dict[str, Choice]:
+    """Return the layers whose overlap a comparison measures."""
+    return {
+        f"layer {shape.name}": overlap_choices(shape, (1, 5)) for shape in (QWEN3_8B, QWEN3_06B)
+    }
+
+
 def measure_choices(choices: Mapping[str, Choice], bench: Bench) -> Iterator[dict[str, Any]]:
     """Yield the times of each case as built and with its alternatives, after each of them."""
     cases: dict[str, dict[str, Any]] = {}
@@ -195,6 +242,19 @@ def run_sweep() -> Iterator[dict[str, Any]]:
 def run_attention() -> Iterator[dict[str, Any]]:
     """Measure attention with other constants."""
     yield from measure_choices(attention_ab_choices(), _bench())
+
+
+@torch.inference_mode()
+def run_recurrent() -> Iterator[dict[str, Any]]:
+    """Measure recurrent layers with other constants."""
+    yield from measure_choices(recurrent_ab_choices(), _bench())
+
+
+@torch.inference_mode()
+def run_overlap() -> Iterator[dict[str, Any]]:
+    """Measure layers whose kernels do not begin early."""
+    bench = _bench()
+    yield from measure_choices(overlap_ab_choices(), bench)
 
 
 def barrier_case(bench: Bench, programs: int, count: int) -> Rows:

@@ -217,6 +217,55 @@ def _choices(result: Result) -> list[str]:
     return lines
 
 
+def _timeline(result: Result) -> list[str]:
+    lines = []
+    for name, trace in result["models"].items():
+        if "error" in trace:
+            lines.append(f"{name}: {trace['error']}")
+            continue
+        lines.append(
+            f"{name}: {trace['launches']:.0f} kernels a round, {trace['busy_us']:.0f} us in them, "
+            f"{trace['idle_us']:.0f} us between them"
+        )
+        for kernel, times in trace["kernels"].items():
+            lines.append(
+                f"{name} {kernel}: {times['launches']:.0f} x {times['us']:.1f} us, "
+                f"{_number(times['gap_us'], '.1f')} us after the one before"
+            )
+    return lines
+
+
+def _missing(result: Result) -> list[str]:
+    return [f"{result['missing']} is not installed"] if "missing" in result else []
+
+
+def _clocks(result: Result) -> list[str]:
+    spans = [
+        f"{name} {' '.join(f'{value:.0f}' for value in span)}"
+        for name, span in result.items()
+        if isinstance(span, list)
+    ]
+    samples = [f"lowest, median, highest: {', '.join(spans)}"] if spans else []
+    return _missing(result) + samples
+
+
+def _ncu(result: Result) -> list[str]:
+    launches = [
+        f"{launch['kernel']}: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in launch.items() if name != "kernel")
+        for launch in result.get("launches", [])
+    ]
+    return _missing(result) + launches
+
+
+def _sanitizer(result: Result) -> list[str]:
+    counts = [
+        f"{name}: {_number(answer['errors'], 'd')} errors, pytest ended with {answer['status']}"
+        for name, answer in result.get("tools", {}).items()
+    ]
+    return _missing(result) + counts
+
+
 RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
     "warm_up": _warm_up,
     "kernel_table": _kernel_table,
@@ -224,6 +273,12 @@ RENDERERS: Mapping[str, Callable[[Result], list[str]]] = {
     "sweep": _choices,
     "attention_ab": _choices,
     "barrier": _choices,
+    "recurrent_ab": _choices,
+    "overlap_ab": _choices,
+    "timeline": _timeline,
+    "clocks": _clocks,
+    "ncu": _ncu,
+    "sanitizer": _sanitizer,
     "plain": _plain,
     "draft": _draft,
     "eagle3": _draft,

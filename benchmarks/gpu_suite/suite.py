@@ -70,7 +70,13 @@ PROBES = (
     Probe("token_tiles", f"{PACKAGE}.kernel_table:run_token_tiles", 90, is_default=False),
     Probe("sweep", f"{PACKAGE}.choices:run_sweep", 90, is_default=False),
     Probe("attention_ab", f"{PACKAGE}.choices:run_attention", 40, is_default=False),
+    Probe("recurrent_ab", f"{PACKAGE}.choices:run_recurrent", 20, is_default=False),
+    Probe("overlap_ab", f"{PACKAGE}.choices:run_overlap", 20, is_default=False),
     Probe("barrier", f"{PACKAGE}.choices:run_barrier", 20, is_default=False),
+    Probe("timeline", f"{PACKAGE}.timeline:run", 30, is_default=False),
+    Probe("clocks", f"{PACKAGE}.vendor_tools:run_clocks", 40, is_default=False),
+    Probe("ncu", f"{PACKAGE}.vendor_tools:run_ncu", 40, is_default=False),
+    Probe("sanitizer", f"{PACKAGE}.vendor_tools:run_sanitizer", 90, is_default=False),
 )
 
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.gpu_suite import batches, choices
+from benchmarks.gpu_suite import batches, choices, timeline
 from benchmarks.gpu_suite import kernel_cases as kernels
 from benchmarks.gpu_suite import recurrent_cases as recurrent
 from benchmarks.gpu_suite import round_cases as rounds
@@ -214,3 +214,58 @@ def test_kinds_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for low, high in [ratio["interval_95"]]
     )
     assert "nan" not in digest({"probes": {"batches": {"status": "ok", "result": report}}})
+
+
+@torch.inference_mode()
+def test_recurrent_layers_and_overlap_are_measured_with_other_constants() -> None:
+    """All alternatives run, and the constants and launch options are as before."""
+    cases = {
+        "delta": choices.recurrent_choices(DELTA, slots=2, lengths=(0, 1)),
+        "layer": choices.overlap_choices(TARGET, (1,)),
+    }
+    assert "spd.kernels.recurrent.delta_rule_triton" in {
+        module.__name__ for module, _, _ in cases["layer"].alternatives["without overlap"]
+    }
+    before = [
+        getattr(module, name)
+        for choice in cases.values()
+        for changes in choice.alternatives.values()
+        for module, name, _ in changes
+    ]
+    bench = kernels.Bench(load_kernels("torch"), Once("cpu"), torch.float32, 1e9)
+    *_, report = choices.measure_choices(cases, bench)
+    after = [
+        getattr(module, name)
+        for choice in cases.values()
+        for changes in choice.alternatives.values()
+        for module, name, _ in changes
+    ]
+    assert after == before
+    columns = {"state_columns 16", "state_columns 64"}
+    parts = {"key_part 16", "key_part 64"}
+    assert report["cases"]["delta"].keys() == {"as built"} | columns | parts
+    assert all("rows" in rows for case in report["cases"].values() for rows in case.values())
+    text = digest({"probes": {"recurrent_ab": {"status": "ok", "result": report}}})
+    assert "recurrent_ab: delta: k=0: " in text
+
+
+def test_gaps_are_those_between_kernels_and_an_early_begin_is_below_zero() -> None:
+    launches = [
+        timeline.Launch("product", 0.0, 4.0),
+        timeline.Launch("attend", 5.0, 7.0),
+        timeline.Launch("product", 6.5, 9.5),
+    ]
+    trace = timeline.summarize_launches(launches, rounds=1)
+    assert (trace["launches"], trace["busy_us"], trace["idle_us"]) == (3, 9.0, 1.0)
+    assert list(trace["kernels"]) == ["product", "attend"]
+    assert trace["kernels"]["product"] == {"launches": 2, "us": 3.5, "gap_us": -0.5}
+    assert trace["kernels"]["attend"]["gap_us"] == 1.0
+
+
+def test_the_rounds_of_a_tiny_model_are_traced() -> None:
+    *_, report = timeline.run([TARGET], prompt=20, rounds=2, **CPU)
+    trace = report["models"]["target"]
+    assert trace["launches"] >= 2
+    assert trace["busy_us"] > 0
+    text = digest({"probes": {"timeline": {"status": "ok", "result": report}}})
+    assert "kernels a round" in text
