@@ -105,7 +105,7 @@ def vary_drafts(engine: Engine) -> None:
         chooser.chained = min(next(chained), chooser.maximum) if chains else 0
         return length
 
-    chooser.choose = choose  # type: ignore[method-assign]
+    chooser.choose_k = choose  # type: ignore[method-assign]
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[Text]:

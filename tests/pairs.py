@@ -122,7 +122,7 @@ class Pair:
             chooser.chained = min(next(chained_cycle), chooser.maximum) if chains else 0
             return length
 
-        chooser.choose = choose  # type: ignore[method-assign]
+        chooser.choose_k = choose  # type: ignore[method-assign]
         return engine
 
 

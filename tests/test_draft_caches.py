@@ -113,7 +113,7 @@ def test_drafts_after_any_rounds_are_a_fresh_start_s(
             max_tokens=count, ignore_eos=True, temperature=0.5, logit_bias=FEW_TOKENS_BIAS
         )
         turn = make_next_turn(prompt, run_all(engine, [prompt], [params])[0].tokens, greedy(16))
-        engine.draft_length.choose = lambda: K  # type: ignore[method-assign]
+        engine.draft_length.choose_k = lambda: K  # type: ignore[method-assign]
         engine.draft_length.chained = 0
         continued = run_requests(engine, [turn])
         fresh = run_requests(pair.make_varying_engine((K,), prefix_sharing=False), [turn])
@@ -205,7 +205,7 @@ def test_a_next_turn_drafts_as_a_fresh_start_does(pairs: Pairs, name: str) -> No
     batch = requests("([a-f]{2}xyz){10,60}!")
     for request, run in zip(batch, run_requests(engine, batch), strict=True):
         turn = make_next_turn(request.prompt_ids, run.tokens, greedy(30))
-        engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
+        engine.draft_length.choose_k = lambda: 3  # type: ignore[method-assign]
         fresh_engine = engine_of(pair, (3,), 1, prefix_sharing=False)
         (continued,), (fresh,) = (
             run_requests(engine_, [turn]) for engine_ in (engine, fresh_engine)
@@ -300,7 +300,7 @@ def test_the_cache_is_brought_up_before_too_much_is_missing(
     monkeypatch.setattr(LocalRoundQueue, "launch", counted)
     engine = pairs.get("one+ngram").make_engine(LOOKUP_LENGTH, adaptive=True)
     lengths = itertools.cycle((LOOKUP_LENGTH,) * 9 + (0,) * 40 + (K,))  # lookup drafts alone
-    engine.draft_length.choose = lambda: next(lengths)  # type: ignore[method-assign]
+    engine.draft_length.choose_k = lambda: next(lengths)  # type: ignore[method-assign]
     run_all(engine, PROMPTS[:1], [greedy(120)])
     assert (
         len(catch_ups) > 6 and max(catch_ups) <= CATCH_UP_TOKENS and max(missing) <= CATCH_UP_TOKENS
@@ -383,7 +383,7 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
             for n in (1, 3, 18, 5, 35, 2) * 9
         ]
         ks = iter([k for pause in pauses for k in pause])
-        engine.draft_length.choose = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
+        engine.draft_length.choose_k = lambda ks=ks: next(ks)  # type: ignore[method-assign, misc]
         runs = run_all(engine, prompts, params)
         assert_the_reference_s(headed, prompts, runs)
         assert_same_runs(runs, plain)
@@ -394,9 +394,9 @@ def test_drafts_after_rounds_without_any_are_right(pairs: Pairs, name: str) -> N
 def test_pages_given_away_in_a_pause_are_whole(pairs: Pairs, name: str) -> None:
     """A text that ends before the head has caught up leaves pages that a later prompt can draft from."""
     engine = pairs.get(name).make_engine(3, ctx=400, adaptive=True)
-    engine.draft_length.choose = lambda: 0  # type: ignore[method-assign]
+    engine.draft_length.choose_k = lambda: 0  # type: ignore[method-assign]
     first = run_all(engine, [PROMPTS[0]], [greedy(70)])[0]
-    engine.draft_length.choose = lambda: 3  # type: ignore[method-assign]
+    engine.draft_length.choose_k = lambda: 3  # type: ignore[method-assign]
     turn = make_next_turn(PROMPTS[0], first.tokens, greedy(70), message=())
     run = run_requests(engine, [turn])[0]
     assert run.metrics.cached_tokens == len(turn.prompt_ids) - 1
@@ -461,7 +461,7 @@ def test_catching_up_leaves_a_new_slots_prompt_alone(tiny: Tiny, length: int, pa
     """Prefilled pages may be shared, and were written by another program."""
     model = tiny("qwen3", layers=2, seed=3)
     engine = helpers.make_engine(model, spec="draft", draft_model=model, draft_max=2, slots=2)
-    engine.draft_length.choose = lambda: 0  # type: ignore[method-assign]
+    engine.draft_length.choose_k = lambda: 0  # type: ignore[method-assign]
     old, new = (random_prompts(1, n, 256, seed=n)[0] for n in (20, length))
     for name, prompt, steps in (("old", old, ROUNDS - passes), ("new", new, passes)):
         engine.add(Request(name, prompt, greedy(40)))

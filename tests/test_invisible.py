@@ -142,7 +142,7 @@ def test_lookup_behind_a_model_decides_the_same_at_every_lag(
         engine = pairs.get(name).make_engine(
             LOOKUP_LENGTH, lag=lag, adaptive=True, slots=4, **FORMS[form]
         )
-        engine.draft_length.choose = lambda: LOOKUP_LENGTH  # type: ignore[method-assign]
+        engine.draft_length.choose_k = lambda: LOOKUP_LENGTH  # type: ignore[method-assign]
         engine.draft_length.chained = 2
         runs = run_workload(engine, WORKLOADS["repeating"])
         assert_same_runs(runs, run_cell(Cell("repeating", name, k=0, form=form)))

@@ -121,7 +121,7 @@ class ScriptedLengths(DraftLength):
         super().__init__(max(lengths), adaptive=False)
         self.left = list(lengths)
 
-    def choose(self) -> int:
+    def choose_k(self) -> int:
         """Return the next length."""
         return self.left.pop(0)
 

@@ -421,7 +421,7 @@ def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> Mapping[str, Facts
     }
     rounds: Facts = {
         "count": metrics.rounds,
-        "with drafts": metrics.num_drafts,
+        "with drafts": metrics.num_draft_rounds,
         "tokens per round": f"{metrics.tokens_per_round:.2f}",
     }
     drafts: Facts = {

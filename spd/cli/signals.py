@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from spd.errors import EngineError
-from spd.runtime.engine.clock import exclude
+from spd.runtime.engine.clock import exclude_seconds
 
 Handler = Callable[[int, FrameType | None], object] | int | None
 """A signal's handler as `signal.getsignal` returns it."""
@@ -109,7 +109,7 @@ class SignalGuard:
             termios.tcsetattr(0, termios.TCSANOW, self._terminal_mode)
         suspend_start = time.perf_counter()
         os.kill(os.getpid(), signal.SIGSTOP)  # returns when the process is continued
-        exclude(time.perf_counter() - suspend_start)
+        exclude_seconds(time.perf_counter() - suspend_start)
         if mode is not None and terminal_mode() not in (None, mode):
             termios.tcsetattr(0, termios.TCSANOW, mode)
 

@@ -170,7 +170,7 @@ class Service:
     def prometheus(self) -> str:
         """Return all counters in the text format of version 0.0.4."""
         waiting = max(0, self.open_requests - self.slots)
-        used_pages, pages = self.engine.pages
+        used_pages, pages = self.engine.page_counts
         figures = {
             **self.counters,
             "rounds_total": self.engine.rounds,

@@ -149,7 +149,7 @@ def test_a_context_beyond_the_memory_does_not_fit(
     def needs() -> dict[str, Any]:
         return spd_run("inspect", weighted_model, "--json").json["needs"]
 
-    monkeypatch.setattr(machine, "LIBRARY", "none of that name")
+    monkeypatch.setattr(machine, "NVML_LIBRARY", "none of that name")
     monkeypatch.setattr(machine, "free_memory_bytes", lambda device: 2**16)
     ran = spd_run("inspect", weighted_model)
     assert ran.code == 0 and " · free 64.00 KiB · " in ran.text and " · fits no" in ran.text

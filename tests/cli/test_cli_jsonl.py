@@ -276,7 +276,7 @@ def test_a_failed_step_costs_the_lines_that_ran(
     answers: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory runs out once: the lines decoded then fail, the others are answered."""
-    real_enqueue = Engine._enqueue
+    real_enqueue = Engine._enqueue_round
     count = 0
 
     def enqueue(self: Engine) -> bool:
@@ -286,7 +286,7 @@ def test_a_failed_step_costs_the_lines_that_ran(
             raise MemoryError
         return real_enqueue(self)
 
-    monkeypatch.setattr(Engine, "_enqueue", enqueue)
+    monkeypatch.setattr(Engine, "_enqueue_round", enqueue)
     ran, replies = answers([{"prompt": f"{i}"} for i in range(8)], "--concurrency", 2)
     assert ran.code == 7 and "note: out of memory" in ran.err
     failed = [reply["line"] for reply in replies if "error" in reply]

@@ -235,7 +235,7 @@ FULL = make_failing(OSError(28, "No space left on device"))
 
 
 def disk_of_1000(path: str) -> SimpleNamespace:
-    return SimpleNamespace(free_bytes=1000)
+    return SimpleNamespace(free=1000)
 
 
 NO_SAFETENSORS = ["no model.safetensors", ".bin files, which spd"]

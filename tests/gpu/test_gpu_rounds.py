@@ -169,7 +169,7 @@ def test_changing_draft_lengths_give_the_plain_text(models: dict[str, Model]) ->
     for graphs, lag in ((False, 0), (True, 0), (True, 2)):
         with model.engine("draft", 4, graphs=graphs) as engine:
             lengths = iter([4, 0, 1, 1, 0, 0, 4, 2, 0] * 100)
-            engine.draft_length.choose = lengths.__next__  # type: ignore[method-assign]
+            engine.draft_length.choose_k = lengths.__next__  # type: ignore[method-assign]
             runs = lane.run_work(engine, model.work[:2], lag)
         assert collect_outputs(runs) == collect_outputs(model.plain[:2]), (graphs, lag)
         stories.append(lane.story(runs))

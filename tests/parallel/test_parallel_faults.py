@@ -89,7 +89,7 @@ fault = {fault!r}
 if {rank} == 0:
     exec(fault)
 else:
-    leader.PROGRAM = leader.PROGRAM.replace("from spd.cli.rank", fault + "\\nfrom spd.cli.rank")
+    leader.RANK_PROGRAM = leader.RANK_PROGRAM.replace("from spd.cli.rank", fault + "\\nfrom spd.cli.rank")
 from spd.cli.app import main
 sys.exit(main({argv!r}))
 """

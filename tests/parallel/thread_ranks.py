@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spd.runtime.engine.assembly import assemble
+from spd.runtime.engine.assembly import assemble_queue
 from spd.runtime.ranks.communicator import Heartbeat, Ranks, open_ranks
 from spd.runtime.ranks.follower import LOOPBACK
 
@@ -19,7 +19,7 @@ class ThreadLeader:
     def __init__(self, plan: Any) -> None:
         self.plan = plan
         self.heartbeat = Heartbeat()
-        self.broken = False
+        self.is_broken = False
         self.failures: list[BaseException] = []
         # Documented, but imported by torch without a name of its own.
         self._store = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ class ThreadLeader:
             store=self._store, rank=rank, plan=self.plan, host=LOOPBACK, heartbeat=Heartbeat()
         )
 
-    def open(self, usable_vocab: int) -> Ranks:
+    def meet_ranks(self, usable_vocab: int) -> Ranks:
         for rank in range(1, self.plan.shape.tp):
             thread = threading.Thread(target=self._serve, args=(rank, usable_vocab), daemon=True)
             thread.start()
@@ -42,7 +42,7 @@ class ThreadLeader:
         try:
             ranks = self.ranks(rank)
             plan = pickle.loads(pickle.dumps(self.plan))  # a rank reads the folder itself
-            round_queue = assemble(plan, usable_vocab, None, ranks)
+            round_queue = assemble_queue(plan, usable_vocab, None, ranks)
             while order := pickle.loads(self._queues[rank - 1].get()):
                 getattr(round_queue, order[0])(*order[1])
         except BaseException as error:
@@ -57,8 +57,8 @@ class ThreadLeader:
             raise (self.failures or [error])[0] from None
 
     def close(self) -> None:
-        if not self.broken:
-            self.broken = True
+        if not self.is_broken:
+            self.is_broken = True
             for orders in self._queues:
                 orders.put(pickle.dumps(None))
             for thread in self._threads:

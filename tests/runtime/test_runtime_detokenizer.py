@@ -30,9 +30,9 @@ def run(
             if taken_count < len(tokens):
                 taken_count += 1
                 if detokenizer.push(taken_count - 1):
-                    return [*texts, detokenizer.take(final=True)], taken_count
-        texts.append(detokenizer.take())
-    return [*texts, detokenizer.take(final=True)], None
+                    return [*texts, detokenizer.take_text(final=True)], taken_count
+        texts.append(detokenizer.take_text())
+    return [*texts, detokenizer.take_text(final=True)], None
 
 
 def by_definition(

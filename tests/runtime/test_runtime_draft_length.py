@@ -27,7 +27,7 @@ def play(length: DraftLength, rounds: int, rate: float) -> list[int]:
     """Return the k of each round if this share of the drafts is accepted, all of them leading."""
     chosen = []
     for _ in range(rounds):
-        chosen.append(k := length.choose())
+        chosen.append(k := length.choose_k())
         length.observe_cost(k, 0.01, 0.001 * k, k)
         length.observe(k, k, round(rate * k))
     return chosen
@@ -90,11 +90,11 @@ def test_a_few_bad_rounds_are_drafted_through() -> None:
             length.observe_cost(k, 0.01 + 0.005 * k, 0.0, 0)
     for rate in (0.1, 0.9) * 10:
         length.overall = Acceptance(20 * rate, 20.0)
-        assert [length.choose() for _ in range(PLAIN_PATIENCE)].count(0) <= MIN_SAMPLES, (
+        assert [length.choose_k() for _ in range(PLAIN_PATIENCE)].count(0) <= MIN_SAMPLES, (
             "but where it is timed"
         )
     length.overall = Acceptance(2, 20)
-    assert not [length.choose() for _ in range(2 * PLAIN_PATIENCE)][-1]
+    assert not [length.choose_k() for _ in range(2 * PLAIN_PATIENCE)][-1]
 
 
 seconds = st.floats(1e-6, 10)
@@ -110,7 +110,7 @@ def test_k_stays_in_range_whatever_is_observed(
 ) -> None:
     length = DraftLength(maximum, adaptive=True)
     for proposed, accepted, verify_seconds, draft_seconds in outcomes:
-        k = length.choose()
+        k = length.choose_k()
         assert 0 <= k <= maximum
         length.observe_cost(k, verify_seconds, draft_seconds, k * forwards)
         length.observe(k, k * proposed, k * proposed * accepted)
@@ -135,7 +135,7 @@ def test_each_requests_own_acceptance_weighs() -> None:
     length.times.has_started = True
     for acceptance, low, high in ((good, 6, 6), (bad, 0, 1)):
         length.set_requests([(acceptance, 6)])
-        assert low <= length.choose() <= high
+        assert low <= length.choose_k() <= high
     length.set_requests([(good, 6), (bad, 6)])
     rates = [acceptance.rate(length.rate) for acceptance in (good, bad)]
     tokens = [rules.expected_tokens([rate], [6], 6)[6] for rate in rates]
@@ -150,7 +150,7 @@ def play_at(length: DraftLength, positions: int, row_seconds: float, rounds: int
     length.set_positions(positions)
     chosen = []
     for _ in range(rounds):
-        chosen.append(k := length.choose())
+        chosen.append(k := length.choose_k())
         length.observe_cost(k, 0.010 + row_seconds * k, 0.0002 * k, k)
         length.observe(k, k, round(0.8 * k))
     return chosen
@@ -175,7 +175,7 @@ def test_masks_of_rows_count_where_a_request_has_a_grammar() -> None:
         length.set_requests([(Acceptance(), 4)], is_constrained=is_constrained)
         chosen[is_constrained] = []
         for _ in range(100):
-            chosen[is_constrained].append(k := length.choose())
+            chosen[is_constrained].append(k := length.choose_k())
             mask_seconds = 0.010 * (k + 1) if is_constrained else 0.0
             length.observe_cost(k, 0.010, 0.0002 * k, k, gap=mask_seconds)
             length.observe(k, k, round(0.5 * k))
@@ -191,7 +191,7 @@ def test_a_plain_round_before_masked_drafts_says_nothing_of_plain_rounds() -> No
         length.set_requests([(Acceptance(), 4)], is_constrained=True)
         for number in range(50):
             k = ks[-1] if number else 0
-            ks.append(next_k := length.choose())
+            ks.append(next_k := length.choose_k())
             verify_seconds = 0.030 if next_k else 0.010
             length.observe_cost(k, verify_seconds, 0.001 * next_k, next_k)
             length.observe(k, k, min(k, 1))
@@ -203,7 +203,7 @@ def test_a_load_with_a_grammar_times_lookup_alone_and_plain_rounds(cap: int, k: 
     length = DraftLength(3, adaptive=True, lookup_k=8)
     length.set_requests([(Acceptance(), cap)], is_constrained=True)
     timed = 1 + MIN_SAMPLES
-    chosen = [length.choose() for _ in range(rules.WARM_UP_ROUNDS + 2 * timed)]
+    chosen = [length.choose_k() for _ in range(rules.WARM_UP_ROUNDS + 2 * timed)]
     assert chosen == [3] * rules.WARM_UP_ROUNDS + [k] * timed + [0] * timed
 
 
@@ -211,7 +211,7 @@ def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_
     length = DraftLength(6, adaptive=True)
     length.set_requests([(Acceptance(), 6)])
     play_at(length, 100, 0.0001, 150)
-    assert length.choose() >= 5
+    assert length.choose_k() >= 5
     chosen = play_at(length, LONG, 0.0002, 12)
     assert chosen[:MIN_SAMPLES] == [0] * MIN_SAMPLES and min(chosen[MIN_SAMPLES:8]) >= 5
     assert length.break_even(6) == pytest.approx((0.010 + 6 * 0.0004) / 0.010, rel=0.01)
@@ -282,7 +282,7 @@ def simulate(
             policy.set_requests([(acceptance, policy.maximum) for _, _, acceptance in active])
         if not active:
             continue
-        next_k = policy.choose()
+        next_k = policy.choose_k()
         rows = len(active) * (k + 1)
         verify = jitter(1.7 + 0.1 * len(active) + 0.02 * min(rows, 16) + 0.1 * max(rows - 16, 0))
         draft = jitter(next_k * (0.35 + 0.03 * len(active)))
@@ -349,7 +349,7 @@ def copied(
     chosen = list[int]()
     length.set_requests([(acceptance, COPYING)])
     for copies in copying:
-        k = length.choose()
+        k = length.choose_k()
         chosen.append(-1 if length.chained else k)
         forwards = length.chained or (k if k <= K else 0)
         length.observe_cost(k, 0.010 + row * k, draft_seconds * forwards, forwards)
@@ -383,7 +383,7 @@ def chained_rounds(share: float, row: float, rounds: int = 400) -> float:
     length.set_requests([(acceptance, COPYING)])
     times = 0
     for number in range(rounds):
-        k = length.choose()
+        k = length.choose_k()
         model_k = length.chained or (k if k <= K else 0)
         length.observe_cost(k, 0.010 + row * k, 0.002 * model_k, model_k)
         continues = model_k > 0 and source.random() < share
@@ -410,7 +410,7 @@ def test_a_chained_round_counts_for_the_model_and_for_lookup() -> None:
         before = length.lookup.tried
         length.observe(COPYING, COPYING, accepted, acceptance, -K)
         assert (length.lookup.tried != before) == (accepted >= K)
-    tried = [rules.uncorrelated(K, accepted)[0] for accepted in (1, K)]
+    tried = [rules.uncorrelated_drafts(K, accepted)[0] for accepted in (1, K)]
     assert acceptance.tried == pytest.approx(rules.DECAY * tried[0] + tried[1])
 
 
@@ -435,7 +435,7 @@ def test_lookup_alone_ends_once_its_drafts_are_rejected() -> None:
     chosen = list[int]()
     for _ in range(60):
         acceptance.has_lookup_match = True
-        chosen.append(k := length.choose())
+        chosen.append(k := length.choose_k())
         length.observe_cost(k, 0.010 + 0.0001 * k, 0.004 * min(k, K) * (k <= K), k if k <= K else 0)
         length.observe(
             k=k,
@@ -451,11 +451,11 @@ def test_where_no_model_pays_a_match_is_followed() -> None:
     """Plain rounds report matches, so no slot has to draft for that; right ones are followed."""
     length, acceptance, _ = copied([False] * 60, draft_seconds=0.05, rate=0.3)
     length.times.trials.clear()
-    assert length.choose() == 0
+    assert length.choose_k() == 0
     for match, k in ((0, 0), (6, COPYING)):
         length.observe(k=0, drafted=0, accepted=0, acceptance=acceptance, match=match)
         length.times.trials.clear()
-        assert acceptance.has_lookup_match == (match > 0) and length.choose() == k
+        assert acceptance.has_lookup_match == (match > 0) and length.choose_k() == k
     for accepted, trail in ((COPYING, True), (3, False)):
         length.observe(
             k=COPYING, drafted=COPYING, accepted=accepted, acceptance=acceptance, match=6

@@ -124,7 +124,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         pytest.skip(f"{name.replace('_', '-')} is not installed")
     if name == SMOLLM2:  # its code needs llama.cpp
         return Path(spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf")
-    return Path(import_module(name).assemble(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
+    return Path(import_module(name).assemble_queue(tmp_path_factory.mktemp("gemma") / "gemma.gguf"))
 
 
 @pytest.fixture(scope="module")

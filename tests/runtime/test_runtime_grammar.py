@@ -23,7 +23,7 @@ from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.formats.tokenizer import Tokenizer
 from spd.runtime import Request, SamplingParams
-from spd.runtime.engine.device import activate
+from spd.runtime.engine.device import activate_sequence
 from spd.runtime.engine.grammar import MAX_COMPILED, Grammar, GrammarCompiler, Matcher
 from spd.runtime.engine.request import GrammarSpec, ThinkingBudget, ThinkingTokens
 from spd.runtime.engine.schema_text import MAX_BYTES, MAX_PARTS, MAX_PATTERN_BYTES
@@ -654,7 +654,9 @@ class GrammarEnumeration(RuleEnumeration):
             text = tuple(self.state.tokens[slot, : int(self.state.length[slot])].tolist())
             grammar = Grammar(TableMatcher(self.allowed, text))
             sequence: Any = SimpleNamespace(grammar=grammar, slot=slot, defers_grammar=False)
-            activate(queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule)
+            activate_sequence(
+                queue, sequence, self.state.draft[slot, :k].tolist(), self.rule_case.rule
+            )
         return replace(needs, grammar=True)
 
 
@@ -680,7 +682,9 @@ def test_rounds_have_the_distribution_of_the_masked_target(
 def test_drafts_cut_away_unseen_are_a_bias(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping a forbidden draft untested, as the coupled rule does, is detected here."""
     monkeypatch.setitem(
-        globals(), "activate", lambda *arguments, honest=activate: honest(*arguments[:3], "coupled")
+        globals(),
+        "activate_sequence",
+        lambda *arguments, honest=activate_sequence: honest(*arguments[:3], "coupled"),
     )
     assert distribution_error(RuleCase((2,), seed=4, rule=rule)) > 1e-3
 

@@ -170,7 +170,7 @@ def test_changing_lengths_change_no_text(pairs: Pairs, watched: Watched, method:
     for lag, make in ((0, two_slots), (0, watched), (2, watched)):
         engine_or_pair: Any = make(target, **options, lag=lag)
         engine, captured = engine_or_pair if make is watched else (engine_or_pair, None)
-        engine.draft_length.choose = itertools.cycle(pattern).__next__
+        engine.draft_length.choose_k = itertools.cycle(pattern).__next__
         runs_by_engine.append(run_batch(engine, 2))
         assert [run.output for run in runs_by_engine[-1]] == plain(target)[::2]
         if captured:
@@ -436,7 +436,7 @@ def test_pairs_are_those_that_come(name: str) -> None:
     k = 0
     policy.set_requests([])
     for number in range(220):
-        next_k = policy.choose()
+        next_k = policy.choose_k()
         pairs_run.add((k, next_k))
         policy.observe_cost(k, 1.0 + 0.01 * k, 0.1 * next_k if name != "ngram" else 0.0, next_k)
         policy.observe(k, k, min(k, number % 9 != 0 and k))

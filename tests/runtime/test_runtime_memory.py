@@ -69,7 +69,7 @@ NO_MEMORY: list[BaseException] = [
 PROMPTS = random_prompts(3, 90, 256)
 RUNNING = [("prefill", ModelRunner, "write_prompt_parts", 1), ("first round", Round, "run", 0)]
 RUNNING += [("after commit", Round, "_commit_and_emit", 3), ("after a round", Round, "run", 3)]
-RUNNING += [("pages", Engine, "_make_room", 2), ("later round", Round, "run", 4)]
+RUNNING += [("pages", Engine, "_allocate_pages", 2), ("later round", Round, "run", 4)]
 
 
 def config_8b(**changes: Any) -> ModelConfig:
@@ -461,10 +461,10 @@ def test_running_out_of_memory_while_running_is_reported(
     real = getattr(owner, name)
     late = module_path.startswith("after")
     error = torch.OutOfMemoryError("CUDA out of memory")
-    pass_on = fail(MemoryError(), after)(lambda result: result)
+    decode_tokens = fail(MemoryError(), after)(lambda result: result)
 
     def call_and_fail(*args: Any, **kwargs: Any) -> Any:
-        return pass_on(real(*args, **kwargs))
+        return decode_tokens(real(*args, **kwargs))
 
     broken = call_and_fail if late else fail(error, after)(real)
     monkeypatch.setattr(owner, name, broken)

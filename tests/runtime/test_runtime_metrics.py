@@ -41,7 +41,7 @@ def test_metrics_follow_their_definitions() -> None:
         assert event.drafted == (*[True] * accepted, False)
     assert sequence.length == 1 + 8
     m = sequence.metrics
-    assert (m.rounds, m.num_drafts, m.draft_n, m.draft_n_accepted) == (4, 3, 8, 4)
+    assert (m.rounds, m.num_draft_rounds, m.draft_n, m.draft_n_accepted) == (4, 3, 8, 4)
     assert m.mean_acceptance_length == 1 + 4 / 3 and m.draft_acceptance_rate == 4 / 8
     assert m.tokens_per_round == 8 / 4
     assert m.accepted_per_position == [2, 1, 1] and m.acceptance_histogram == [2, 1, 0, 1]

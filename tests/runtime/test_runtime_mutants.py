@@ -82,7 +82,7 @@ def generate(
     engine = Engine(EngineConfig(model=models / "target", **options))
     engine.trace = trace
     if lengths:
-        engine.draft_length.choose = itertools.cycle(lengths).__next__  # type: ignore[method-assign]
+        engine.draft_length.choose_k = itertools.cycle(lengths).__next__  # type: ignore[method-assign]
     requests = [Request(str(i), prompts[i], p) for i, p in enumerate(params)]
     for request in requests:
         engine.add(request)

@@ -58,7 +58,7 @@ class PageTableModel(RuleBasedStateMachine):
     def match(self, prefix: list[bytes]) -> None:
         page_of = {digest: page for page, digest in self.published.items()}
         expected = [page_of[digest] for digest in itertools.takewhile(page_of.__contains__, prefix)]
-        assert self.table.match(prefix) == expected
+        assert self.table.match_prefix(prefix) == expected
         self.users.update(expected)
         self.idle = [page for page in self.idle if page not in expected]
 

@@ -32,14 +32,14 @@ def sequence_of(name: str, prompt: tuple[int, ...], limit: int) -> Sequence:
     )
 
 
-def scheduler_of(slots: int, pages: int, *, sharing: bool = True) -> Scheduler:
+def scheduler_of(slots: int, pages: int, *, shares_prefixes: bool = True) -> Scheduler:
     return Scheduler(
         slots=slots,
         pages=PageTable(NUM_RESERVED_PAGES + pages),
         page_size=PAGE,
         block=BLOCK,
         ctx=CTX,
-        sharing=sharing,
+        shares_prefixes=shares_prefixes,
     )
 
 
@@ -50,7 +50,7 @@ class SchedulerModel(RuleBasedStateMachine):
         slots=st.integers(1, 4),
         spare=st.integers(0, 12),
         lag=st.integers(0, 2),
-        sharing=st.booleans(),
+        shares_prefixes=st.booleans(),
         places=st.integers(0, 5),
     )
     def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
@@ -62,7 +62,7 @@ class SchedulerModel(RuleBasedStateMachine):
             page_size=PAGE,
             block=BLOCK,
             ctx=CTX,
-            sharing=sharing,
+            shares_prefixes=sharing,
             snapshots=snapshots,
         )
         self.saved = dict[
@@ -90,7 +90,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     @rule()
     def prefill(self) -> None:
-        sequence = self.scheduler.next_to_prefill(2 * MAX_DRAFT + 1)
+        sequence = self.scheduler.take_next_to_prefill(2 * MAX_DRAFT + 1)
         if sequence is None:
             return
         runs = self.scheduler.prefill_runs(sequence)
@@ -102,11 +102,13 @@ class SchedulerModel(RuleBasedStateMachine):
         run = next((r for r in runs if r.start <= sequence.prefilled < r.end), None)
         if run is not None and run.kind == "chunk":
             assert sequence.prefilled == run.start, "a hit cut a chunk"
-        stops = [end for end in sequence.stops if end > before]
+        stops = [end for end in sequence.snapshot_stops if end > before]
         end = sequence.prefill_end if run is None else min([run.end, before + 4, *stops])
         self.scheduler.mark_written(sequence, end)
-        self.save(sequence, self.scheduler.due_snapshot(sequence, before), sequence.prefilled)
-        sequence.active = sequence is not self.scheduler.prefilling
+        self.save(
+            sequence, self.scheduler.reserve_due_snapshot(sequence, before), sequence.prefilled
+        )
+        sequence.is_active = sequence is not self.scheduler.prefilling
 
     def save(self, sequence: Sequence, place: int | None, end: int) -> None:
         if place is not None:
@@ -116,11 +118,11 @@ class SchedulerModel(RuleBasedStateMachine):
         """Save a snapshot at the last written position."""
         writing = sequence is self.scheduler.prefilling
         end = sequence.prefilled if writing else sequence.prefill_end
-        self.save(sequence, self.scheduler.snapshot_place(sequence, end), end)
+        self.save(sequence, self.scheduler.reserve_snapshot_place(sequence, end), end)
 
     def read(self, data: st.DataObject | None) -> None:
         took_part = self.rounds.pop(0)
-        self.scheduler.finish_round()
+        self.scheduler.release_oldest_round()
         for sequence, epoch in took_part:
             if sequence.epoch != epoch or sequence.finish_reason:
                 continue
@@ -129,7 +131,7 @@ class SchedulerModel(RuleBasedStateMachine):
             room = sequence.length_limit - sequence.length
             count = min(width if data is None else data.draw(st.integers(1, width)), room)
             if count:
-                sequence.commit([0] * count, 0, 0, 0.0)
+                sequence.commit_tokens([0] * count, 0, 0, 0.0)
             if sequence.length == sequence.length_limit:
                 self.end(sequence, "length")
             elif data is not None and data.draw(st.integers(0, 9)) == 0:
@@ -144,7 +146,7 @@ class SchedulerModel(RuleBasedStateMachine):
 
     def make_room(self, k: int, data: st.DataObject | None) -> None:
         for sequence in sorted(self.scheduler.decoding(), key=lambda s: s.epoch):
-            while sequence.active:
+            while sequence.is_active:
                 if self.scheduler.grow(sequence, min(sequence.length_bound + 2 * k + 1, CTX)):
                     break
                 if self.rounds:
@@ -220,27 +222,27 @@ TestScheduler.settings = settings(max_examples=25, stateful_step_count=40, deadl
 def prefilled(scheduler: Scheduler, *sequences: Sequence) -> None:
     for sequence in sequences:
         scheduler.add(sequence)
-        assert scheduler.next_to_prefill(0) is sequence
+        assert scheduler.take_next_to_prefill(0) is sequence
         scheduler.mark_written(sequence, sequence.prefill_end)
-        sequence.active = True
+        sequence.is_active = True
 
 
 def test_pages_stay_until_no_round_can_touch_them() -> None:
     """The pages of a finished sequence become available once the rounds enqueued before its end have run."""
-    scheduler = scheduler_of(2, 12, sharing=False)
+    scheduler = scheduler_of(2, 12, shares_prefixes=False)
     sequence = sequence_of("one", (1,) * 9, 30)
     prefilled(scheduler, sequence)
     free = scheduler.pages.num_available
     for _ in range(2):
         scheduler.in_flight.append(EnqueuedRound(None, (), []))
-    scheduler.finish_round()
+    scheduler.release_oldest_round()
     sequence.finish_reason = "stop"
     scheduler.retire(sequence)
     assert scheduler.pages.num_available == free, "a round on its way may still write there"
     scheduler.in_flight.append(
         EnqueuedRound(None, (), [])
     )  # enqueued after the end: its rows are masked
-    scheduler.finish_round()
+    scheduler.release_oldest_round()
     assert scheduler.pages.num_available == 12
 
 
@@ -250,11 +252,11 @@ def test_a_prompt_finds_what_the_one_before_it_wrote() -> None:
     first, second = (sequence_of(f"{last}", (*range(18), last), 30) for last in (1, 2))
     scheduler.add(first)
     scheduler.add(second)
-    assert scheduler.next_to_prefill(0) is first
+    assert scheduler.take_next_to_prefill(0) is first
     scheduler.mark_written(first, 8)
-    assert scheduler.next_to_prefill(0) is first
+    assert scheduler.take_next_to_prefill(0) is first
     scheduler.mark_written(first, first.prefill_end)
-    assert scheduler.next_to_prefill(0) is second
+    assert scheduler.take_next_to_prefill(0) is second
     assert second.prefilled == 16 and second.pages[:4] == first.pages[:4]
     check_pages(scheduler)
 
@@ -265,12 +267,12 @@ def test_a_replay_is_written_as_the_text_was() -> None:
     sequence = sequence_of("one", (1,) * 11, 40)
     prefilled(scheduler, sequence)
     assert scheduler.grow(sequence, 20)
-    sequence.commit([5] * 9, 8, 8, 0.0)
+    sequence.commit_tokens([5] * 9, 8, 8, 0.0)
     scheduler.preempt(sequence)
     assert sequence.metrics.preemptions == 1
     runs: list[Any] = [tuple(run) for run in scheduler.prefill_runs(sequence)]
     assert runs == [(0, 4, "chunk"), (4, 8, "chunk"), (8, 19, "tile")]
-    assert scheduler.next_to_prefill(0) is sequence
+    assert scheduler.take_next_to_prefill(0) is sequence
     assert sequence.prefilled == 19, "its own pages are found again, the last one too"
 
 
@@ -279,7 +281,7 @@ def ended(scheduler: Scheduler, prompt: tuple[int, ...], reply: list[int], reaso
     sequence = sequence_of("one", prompt, len(prompt) + len(reply))
     prefilled(scheduler, sequence)
     assert scheduler.grow(sequence, sequence.length + len(reply))
-    sequence.commit(reply, 0, 0, 0.0)
+    sequence.commit_tokens(reply, 0, 0, 0.0)
     sequence.finish_reason = reason
     scheduler.retire(sequence)
     return sequence
@@ -304,7 +306,7 @@ def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
     other = going_on("other", previous, (8, 8, 8))
     for sequence, cached in ((turn, 14), (other, 12)):
         scheduler.add(sequence)
-        assert scheduler.next_to_prefill(0) is sequence
+        assert scheduler.take_next_to_prefill(0) is sequence
         assert sequence.prefilled == cached
         check_pages(scheduler)
         scheduler.mark_written(sequence, sequence.prefill_end)
@@ -314,7 +316,7 @@ def test_only_a_sequence_that_goes_on_takes_the_last_page_too() -> None:
 @pytest.mark.parametrize("change", ["tokens", "spans", "error", "sharing", "shorter"])
 def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
     """With other tokens, another program, or after an error only full pages are reused."""
-    scheduler = scheduler_of(3, 30, sharing=change != "sharing")
+    scheduler = scheduler_of(3, 30, shares_prefixes=change != "sharing")
     previous = ended(scheduler, tuple(range(9)), [5] * 6, "error" if change == "error" else "stop")
     if change == "tokens":
         previous.generated[-2] = 6
@@ -324,7 +326,7 @@ def test_a_last_page_that_holds_something_else_is_left(change: str) -> None:
     if change == "spans":
         turn.runs = program_runs([("prompt", 9), ("generated", 3), ("prompt", 6)], CHUNK)
     scheduler.add(turn)
-    assert scheduler.next_to_prefill(0) is turn
+    assert scheduler.take_next_to_prefill(0) is turn
     assert turn.prefilled == {"error": 8, "sharing": 0}.get(change, 12)
     check_pages(scheduler)
 
@@ -337,11 +339,11 @@ def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
     prefilled(scheduler, full)
     turn = going_on("turn", previous, (7,) * 12)
     scheduler.add(turn)
-    assert scheduler.next_to_prefill(0) is None
+    assert scheduler.take_next_to_prefill(0) is None
     check_pages(scheduler)
     full.finish_reason = "error"
     scheduler.retire(full)
-    assert scheduler.next_to_prefill(0) is turn and turn.prefilled == 14
+    assert scheduler.take_next_to_prefill(0) is turn and turn.prefilled == 14
     turn.finish_reason = "stop"
     scheduler.retire(turn)
     prefilled(scheduler, sequence_of("large", (4,) * 38, 40))
@@ -349,7 +351,7 @@ def test_a_last_page_waits_until_there_is_room_to_go_on() -> None:
 
 
 def test_without_room_for_whole_blocks_single_pages_do() -> None:
-    scheduler = scheduler_of(2, 11, sharing=False)
+    scheduler = scheduler_of(2, 11, shares_prefixes=False)
     sequence = sequence_of("one", (1,), 40)
     prefilled(scheduler, sequence)
     assert len(sequence.pages) == BLOCK

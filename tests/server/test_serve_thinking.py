@@ -201,7 +201,7 @@ def events(
             if detokenizer.push(token):
                 break
         ends = detokenizer.stop is not None or start + size >= len(ids)
-        text = detokenizer.take(final=ends)
+        text = detokenizer.take_text(final=ends)
         yield Event(
             "",
             tuple(round_ids),

@@ -50,9 +50,10 @@ def _load_runners(
     head: HeadSource | None = None,
     shared_cache: KvCache | None = None,
 ) -> list[ModelRunner]:
-    """Load a folder's model, or the used parts of a head; return a runner for each.
+    """Load a folder's model, or the used parts of a head, and allocate their caches.
 
-    Each has a cache of its own, or `shared_cache`.
+    Returns a runner for each. head: where the weights are those of a head. shared_cache: the cache
+    that all runners use; None: each has its own.
     """
     shape = plan.shape
     runners = []
@@ -82,12 +83,16 @@ def _load_runners(
 
 
 def _load_drafters(
-    plan: EnginePlan, execution: ExecutionConfig, runner: ModelRunner, apart: bool, meter: LoadMeter
+    plan: EnginePlan,
+    execution: ExecutionConfig,
+    runner: ModelRunner,
+    is_separate: bool,
+    meter: LoadMeter,
 ) -> list[ModelRunner]:
     """Load what drafts for the target of `runner`: a draft model, or the parts of a head.
 
-    Returns no runner where no model drafts. apart: True if ranks draft that do not share the
-    target.
+    Returns no runner where no model drafts. is_separate: True if the ranks that draft together are
+    not those that share the target.
     """
     draft = plan.drafting_model
     mtp = plan.shape.mtp
@@ -99,14 +104,14 @@ def _load_drafters(
             find_parts=find_modules,
             target=target,
             target_folder=plan.model,
-            is_separate=apart,
+            is_separate=is_separate,
         )
         return _load_runners(
             plan=plan, folder=mtp.folder, execution=execution, meter=meter, head=head
         )
     if draft is None:
         return []
-    find_parts = _part_finder(plan, draft.config)
+    find_parts = _head_part_finder(plan, draft.config)
     draft_head = None
     if find_parts is not None:
         draft_head = HeadSource(
@@ -114,7 +119,7 @@ def _load_drafters(
             find_parts=find_parts,
             target=target,
             target_folder=plan.model,
-            is_separate=apart,
+            is_separate=is_separate,
         )
     shared_cache = runner.cache if draft.config.assistant is not None else None
     return _load_runners(
@@ -127,7 +132,7 @@ def _load_drafters(
     )
 
 
-def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
+def _head_part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
     """Return the function that finds the parts of a head; None for an independent draft model."""
     if config.head_kind == "eagle3":
         return partial(head_parts, config)
@@ -138,8 +143,8 @@ def _part_finder(plan: EnginePlan, config: ModelConfig) -> PartFinder | None:
     return None
 
 
-def _load_meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
-    """Return a meter of the bytes to be read.
+def _make_load_meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
+    """Return a meter of the bytes of weights that this rank will read, which reports to `progress`.
 
     Weights that are rounded at load are read in their unrounded form, so they count in that.
     """
@@ -162,19 +167,19 @@ def _load_meter(plan: EnginePlan, progress: Progress | None) -> LoadMeter:
     return LoadMeter(progress, total)
 
 
-def assemble(
+def assemble_queue(
     plan: EnginePlan,
     usable_vocab: int,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> LocalRoundQueue:
-    """Load and allocate everything that the plan names, or this rank's part of it."""
+    """Load and allocate all that the plan names, or this rank's part; return its queue."""
     shape = plan.shape
     kernels = load_kernels(shape.kernels, spd_cache_folder, plan.token_tiles, shape.dtype)
     threads = _set_threads(plan, kernels)
     if plan.device != "cpu":  # streams, events and captures belong to the current device
         torch.cuda.set_device(torch.device(plan.device).index or 0)
-    meter = _load_meter(plan, progress)
+    meter = _make_load_meter(plan, progress)
     dtype = getattr(torch, shape.dtype)
     execution = ExecutionConfig(
         dtype=dtype,
@@ -203,7 +208,7 @@ def assemble(
         plan=plan,
         execution=draft_execution,
         runner=runner,
-        apart=broadcast_group is not None,
+        is_separate=broadcast_group is not None,
         meter=meter,
     )
     round_ = _build_round(
@@ -216,7 +221,7 @@ def assemble(
     snapshots = SnapshotStore([runner, *separate_drafters], round_.proposer)
     return LocalRoundQueue(
         round_=round_,
-        captured=_capture_rounds(plan, round_, can_record),
+        captured=_make_captured_rounds(plan, round_, can_record),
         snapshots=snapshots,
         threads=threads,
         draft_limit=shape.draft_ctx,
@@ -224,8 +229,11 @@ def assemble(
     )
 
 
-def _capture_rounds(plan: EnginePlan, round_: Round, can_record: bool) -> CapturedRounds | None:
-    """Return what captures rounds as graphs, or records C functions; None where rounds stay eager.
+def _make_captured_rounds(
+    plan: EnginePlan, round_: Round, can_record: bool
+) -> CapturedRounds | None:
+    """Return what will capture rounds as CUDA graphs, or record C functions; None: rounds stay
+    eager.
 
     can_record: True if this is the only rank, and all models run by the same kernels.
     """

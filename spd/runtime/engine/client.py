@@ -21,12 +21,13 @@ class EngineInfo:
     spec: str
     """The method that proposes tokens, or `off`."""
     draft_max: int
-    """Largest number of draft tokens in a round."""
+    """Largest number of draft tokens of a slot in a round."""
     ctx: int
     """Context of a request in tokens."""
     slots: int
     """Requests that are decoded together."""
     verify: str
+    """The rule by which drafts are accepted, a value of --verify."""
     adaptive: bool
     """True if the number of drafts follows the acceptance."""
     imposes_acceptance: bool
@@ -37,12 +38,12 @@ class EngineInfo:
 
     @classmethod
     def from_plan(cls, plan: EnginePlan) -> EngineInfo:
-        """Return the information of a plan."""
+        """Return the parts of a plan that users of its engine read."""
         return cls.from_json(plan.as_dict())
 
     @classmethod
     def from_json(cls, plan: Mapping[str, Any]) -> EngineInfo:
-        """Return the information of a plan's JSON form."""
+        """Return the same parts of a plan in its JSON form, as `EnginePlan.as_dict` makes it."""
         return cls(
             spec=plan["spec"],
             draft_max=plan["draft_max"],
@@ -82,13 +83,16 @@ class EngineClient(Protocol):
         """True if a request has not ended, or an event has not been returned."""
 
     def add(self, request: Request) -> None:
-        """Start a request. Raises UsageError and IncompatibleError where it is refused."""
+        """Queue a request. Raises UsageError and IncompatibleError where it is refused."""
 
     def abort(self, request_id: str) -> None:
         """End a running request within a round; do nothing for another one."""
 
     def step(self) -> list[Event]:
-        """Return the events of a round. Raises EngineError and ResourceError."""
+        """Run a step, a round at most, and return the events that have come since the last one.
+
+        Raises EngineError and ResourceError.
+        """
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Return the counters of a request. Raises KeyError for an unknown one."""
@@ -102,4 +106,4 @@ class EngineClient(Protocol):
         """
 
     def close(self) -> None:
-        """Release the engine."""
+        """Abort all requests, and release the engine or the connection to it."""

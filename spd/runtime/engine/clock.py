@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 
-_stopped = 0.0  # seconds in which the process was stopped
+_stopped_seconds = 0.0  # seconds in which the process was stopped
 
 
 def now() -> float:
     """Return seconds since an arbitrary moment, less those in which the process was stopped."""
-    return time.perf_counter() - _stopped
+    return time.perf_counter() - _stopped_seconds
 
 
-def exclude(seconds: float) -> None:
-    """Exclude seconds in which the process was stopped, as by Ctrl-Z."""
-    global _stopped
-    _stopped += seconds
+def exclude_seconds(seconds: float) -> None:
+    """Subtract seconds in which the process was stopped, as by Ctrl-Z, from all later times of
+    `now`.
+    """
+    global _stopped_seconds
+    _stopped_seconds += seconds

@@ -7,7 +7,7 @@ from collections import abc
 import torch
 
 from spd.errors import ResourceError
-from spd.runtime.engine.assembly import assemble
+from spd.runtime.engine.assembly import assemble_queue
 from spd.runtime.engine.sequence import Sequence
 from spd.runtime.load.progress import Progress
 from spd.runtime.plan.config import format_size
@@ -19,13 +19,13 @@ from spd.runtime.round.round_queue import RoundQueue, SlotAdmission
 
 
 def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) -> RoundQueue:
-    """Load a plan's models on all its ranks.
+    """Load a plan's models on all its ranks; return the queue of rounds that leads them.
 
-    Return the queue that leads them. Raises ResourceError.
+    usable_vocab: ids that can be drawn. Raises ResourceError where memory runs out.
     """
     try:
         if plan.shape.tp == 1:
-            return assemble(plan, usable_vocab, progress)
+            return assemble_queue(plan, usable_vocab, progress)
         from spd.runtime.ranks.leader import start_ranks
 
         return start_ranks(plan, usable_vocab, progress)
@@ -36,7 +36,11 @@ def open_device(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
 
 
 def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> ResourceError:
-    """Return the error for exhausted memory: what the plan counted, and how much each remedy would free."""
+    """Release what an error's frames hold, and return the ResourceError for exhausted memory.
+
+    It says what the plan counted, and how much each remedy would free. phase: the work that it
+    interrupted, for the message.
+    """
     release_memory(error)
     is_drafter_requested = plan.drafting_model is not None and plan.drafter.reason == "asked for"
     error_lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
@@ -52,8 +56,8 @@ def out_of_memory_error(error: BaseException, plan: EnginePlan, phase: str) -> R
     )
 
 
-def admit(queue: RoundQueue, sequence: Sequence) -> None:
-    """Write the row of a sequence's slot; the slot stays inactive."""
+def admit_sequence(queue: RoundQueue, sequence: Sequence) -> None:
+    """Write the row of a sequence's slot on the device; the slot stays inactive."""
     request = sequence.request
     queue.admit(
         SlotAdmission(
@@ -71,11 +75,11 @@ def admit(queue: RoundQueue, sequence: Sequence) -> None:
     )
 
 
-def activate(
+def activate_sequence(
     queue: RoundQueue, sequence: Sequence, drafts: abc.Sequence[int], verify_rule: str
 ) -> None:
-    """Let a sequence take part from the next round on, with masks for its drafts where it has a
-    grammar.
+    """Activate a sequence and its slot from the next round on, with masks for its drafts where it
+    has a grammar.
 
     verify_rule: the rule by which drafts are accepted. Raises GrammarError for a grammar without a
     continuation.
@@ -89,5 +93,5 @@ def activate(
         if verify_rule != "coupled":
             num_legal = len(drafts)
         queue.set_masks(sequence.slot, masks, list(drafts), num_legal)
-    sequence.active = True
+    sequence.is_active = True
     queue.set_active(sequence.slot, True)

@@ -10,19 +10,23 @@ from spd.runtime.engine.sequence import Sequence
 from spd.runtime.plan.config import METHODS, split_spec
 from spd.runtime.plan.plan import EnginePlan
 
-MIN_ROUNDS = 24
+MIN_JUDGED_ROUNDS = 24
 """Rounds from which drafts are judged. With fewer a drafter that works may look like one that does
 not: of 24 drafts that are accepted with probability 0.3, one or none is in 2 of 1,000 cases."""
-CHANCE = 1 / 16
+CHANCE_SHARE = 1 / 16
 """The share of accepted first drafts up to which they are about as good as chance."""
 
 
 def judge_drafts(sequence: Sequence, plan: EnginePlan, length: DraftLength) -> None:
-    """Set `draft_fault` and `break_even` of an ended request's metrics, where a model drafts."""
+    """Set `draft_fault` and `break_even` of an ended request's metrics, in place, where a model
+    drafts.
+
+    They stay as they are after fewer than `MIN_JUDGED_ROUNDS` rounds.
+    """
     metrics = sequence.metrics
     request = sequence.request
     if (
-        metrics.rounds < MIN_ROUNDS
+        metrics.rounds < MIN_JUDGED_ROUNDS
         or not sequence.draft_cap
         or plan.config.synthetic_acceptance is not None
         or not METHODS[split_spec(plan.spec)[0]].has_weights
@@ -32,8 +36,11 @@ def judge_drafts(sequence: Sequence, plan: EnginePlan, length: DraftLength) -> N
         max((drafts for drafts, _ in metrics.outcomes), default=0) or length.maximum
     )
     first_accepted = sum(metrics.accepted_per_position[:1])
-    drafts_little = 2 * metrics.num_drafts < metrics.rounds
-    if metrics.num_drafts >= MIN_ROUNDS and first_accepted <= CHANCE * metrics.num_drafts:
+    drafts_little = 2 * metrics.num_draft_rounds < metrics.rounds
+    if (
+        metrics.num_draft_rounds >= MIN_JUDGED_ROUNDS
+        and first_accepted <= CHANCE_SHARE * metrics.num_draft_rounds
+    ):
         metrics.draft_fault = "chance"
     elif drafts_little and sequence.length > plan.shape.draft_ctx:
         metrics.draft_fault = "context"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def guide_drafts(queue: RoundQueue, plan: EnginePlan, slots: abc.Sequence[Sequence | None]) -> None:
-    """Let grammars mask the drafts of their slots while a round draws them one after the other.
+    """Set the sampler's guide, so that grammars mask their slots' drafts while a round draws them.
 
     Only where nothing waits for it: on a CPU the host is the device. On a GPU, with several ranks
     and of a block, what a grammar forbids is cut off behind the round. slots: see `GrammarGuide`.
@@ -48,7 +48,7 @@ class GrammarGuide:
         if step == 0:
             self._grammars.clear()
         for slot, sequence in enumerate(self._slots):
-            if sequence is None or not (sequence.active and sequence.needs.grammar):
+            if sequence is None or not (sequence.is_active and sequence.needs.grammar):
                 continue
             if step == 0 and sequence.grammar is not None:
                 sequence.masked_drafts = 0
@@ -65,7 +65,9 @@ class GrammarGuide:
                 del self._grammars[slot]
 
     def _new_tokens(self, slot: int, length: int, step: int) -> list[int]:
-        """Return the tokens that the round has committed, then each draft."""
+        """Return the tokens since the last step: at step 0 those that the round has committed
+        behind position `length`, later the draft before.
+        """
         state = self._state
         if step:
             drafted: list[int] = state.draft[slot, step - 1 : step].tolist()

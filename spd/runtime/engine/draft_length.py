@@ -108,14 +108,14 @@ class Acceptance:
     """True if prompt lookup next to a model has a match, and the drafts, if any, were all accepted."""
 
     def rate(self, prior: float) -> float:
-        """Return the first draft's probability.
+        """Return the estimated probability that the first draft of a round is accepted.
 
-        `prior`, that of all requests, counts as `PRIOR_DRAFTS`.
+        prior: that of all requests, which counts as `PRIOR_DRAFTS`.
         """
         return (self.accepted + PRIOR_DRAFTS * prior) / (self.tried + PRIOR_DRAFTS)
 
     def add(self, accepted: float, tried: float, decay: float = 1.0) -> None:
-        """Add drafts, after multiplying the earlier sums by `decay`."""
+        """Add accepted and tried drafts to the sums, which are first multiplied by `decay`."""
         self.accepted = decay * self.accepted + accepted
         self.tried = decay * self.tried + tried
 
@@ -127,15 +127,15 @@ _new_samples: Callable[[], dict[int, deque[float]]] = partial(
 
 @dataclass
 class RoundTimes:
-    """Rounds of about as many requests: their latest times in seconds, and when another k is tried."""
+    """Rounds of about as many requests: their latest times, and when another k is tried."""
 
     verify: dict[int, deque[float]] = field(default_factory=_new_samples)
-    """Times of verification, by k."""
+    """Seconds of verification, by k."""
     draft: dict[int, deque[float]] = field(default_factory=_new_samples)
-    """Times of drafting, by the number of draft forwards."""
+    """Seconds of drafting, by the number of draft forwards."""
     gaps: dict[int, deque[float]] = field(default_factory=_new_samples)
-    """Times before rounds. The least is what the host takes when it writes no prompt: whatever k is, as
-    the time at 0, or by k where it computes a mask for each row."""
+    """Seconds between rounds. The least is what the host takes when it writes no prompt: as that of
+    k = 0 whatever k is, or by k where it computes a mask for each row."""
     is_constrained: bool = False
     """True if a request of the load has a grammar."""
     drafts_at_once: bool = False
@@ -152,7 +152,7 @@ class RoundTimes:
     """Rounds in which drafts seemed best."""
     until_probe: int = PROBE_INTERVAL
     """Rounds without drafts until the next probe."""
-    probe_gap: int = PROBE_INTERVAL
+    probe_gap: int = PROBE_INTERVAL  # rounds between the last two probes
 
     def costs(self, ks: Iterable[int], rows: int = 0) -> dict[int, float]:
         """Return the seconds of a round at each k. Before anything is timed the unit is
@@ -179,25 +179,26 @@ class RoundTimes:
         """
         similar = self.similar.verify_times() if self.similar else {}
         if self.is_constrained:
-            return _complete({k: min(samples) for k, samples in self.verify.items()}, similar)
-        return _complete(medians(self.verify), similar)
+            return _fill_in({k: min(samples) for k, samples in self.verify.items()}, similar)
+        return _fill_in(medians(self.verify), similar)
 
     def draft_times(self) -> dict[int, float]:
-        """Return the seconds of drafting by forwards, as `verify_times`."""
+        """Return the seconds of drafting by the number of forwards, as `verify_times` does by k."""
         similar = self.similar.draft_times() if self.similar else {}
-        return _complete(medians(self.draft), similar)
+        return _fill_in(medians(self.draft), similar)
 
 
 @dataclass
 class DraftLength:
-    """Chooses k for the next round from what `observe_cost` and `observe` measure.
+    """Chooses k, the drafts of a slot in the next round, from what it observes.
+
 
     A round in which the proposer had nothing to propose counts as a failure. All slots of one round
     weigh as much as all slots of another.
     """
 
-    maximum: int
-    adaptive: bool
+    maximum: int  # the largest k of a model's drafts, or of lookup alone
+    adaptive: bool  # False: k is `maximum`, or less where no request takes so many drafts
     tiers: tuple[int, ...] = ()
     """The values of k to choose from; empty: all from 0 to `maximum`."""
     lookup_k: int = 0
@@ -247,16 +248,17 @@ class DraftLength:
         """
         self.requests = requests
         self.is_constrained = is_constrained
-        self._find_times()
+        self._select_times()
 
     def set_positions(self, positions: int) -> None:
         """Set the mean positions of the requests' contexts."""
         if context_class(positions) != self.context_class:
             self.context_class = context_class(positions)
-            self._find_times()
+            self._select_times()
 
-    def _find_times(self) -> None:
-        """Use the times of such a load.
+    def _select_times(self) -> None:
+        """Set `times` to those of rounds with such requests; schedule trials if there are none.
+
 
         Where there are none, those of as many requests with other contexts serve until such rounds
         are measured, plain ones at once: verification and drafting grow differently with a context.
@@ -276,8 +278,8 @@ class DraftLength:
             self.times_by_load[key] = times
         self.times = self.times_by_load[key]
 
-    def choose(self) -> int:
-        """Return k for the next round: `lookup_k`, or 0 to `maximum` but not above every request's cap."""
+    def choose_k(self) -> int:
+        """Return k for the next round, no higher than the caps need, and set `chained`."""
         cap = max((cap for _, cap in self.requests), default=self.maximum)
         maximum = min((k for k in self.tiers if k >= cap), default=self.maximum)
         times = self.times
@@ -361,7 +363,7 @@ class DraftLength:
         return chosen
 
     def break_even(self, k: int) -> float:
-        """Return the tokens a round from which k drafts pay, by the times of such a load."""
+        """Return the tokens that a round of k drafts has to commit to be worth its time."""
         costs = self.times.costs([0, k])
         return costs[k] / costs[0]
 
@@ -372,6 +374,7 @@ class DraftLength:
 
     @property
     def _probe_k(self) -> int:
+        """Return the k of a probe: the least tier from `PROBE_LENGTH` on, or the largest."""
         return next((k for k in self.tiers if k >= PROBE_LENGTH), self.tiers[-1])
 
     def likely_pairs(self, alone: bool) -> set[tuple[int, int]]:
@@ -426,7 +429,7 @@ class DraftLength:
             k = min(k, self.maximum)
         if not 0 < k <= self.maximum:
             return
-        tried, accepted_alone = uncorrelated(drafted, accepted)
+        tried, accepted_alone = uncorrelated_drafts(drafted, accepted)
         self.overall.add(accepted_alone, tried)
         if acceptance is not None:
             acceptance.add(accepted_alone, tried, DECAY)
@@ -437,7 +440,7 @@ class DraftLength:
         """Record what lookup drafted next to a model, or could have; as `observe`."""
         by_model = max(-match, 0)
         if match and drafted > by_model and accepted >= by_model:
-            tried, accepted_alone = uncorrelated(drafted - by_model, accepted - by_model)
+            tried, accepted_alone = uncorrelated_drafts(drafted - by_model, accepted - by_model)
             self.lookup.add(accepted_alone, tried, DECAY)
         elif acceptance.has_lookup_match and k > self.maximum and not match:
             self.lookup.add(0.0, 1.0, DECAY)
@@ -447,8 +450,9 @@ class DraftLength:
         acceptance.has_lookup_match = match != 0 and accepted == drafted
 
 
-def uncorrelated(drafted: int, accepted: int) -> tuple[float, float]:
-    """Return the tried and accepted drafts of a slot, without their `correlated_acceptance`.
+def uncorrelated_drafts(drafted: int, accepted: int) -> tuple[float, float]:
+    """Return the tried and accepted drafts of a slot, less their `correlated_acceptance`.
+
 
     A slot without drafts counts as one that was tried.
     """
@@ -458,10 +462,7 @@ def uncorrelated(drafted: int, accepted: int) -> tuple[float, float]:
 
 
 def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
-    """Return the median of each k with enough times, or else of all.
-
-    The lower of two middle ones.
-    """
+    """Return the (lower) median of the times at each k that has enough; at all where none has."""
     enough = {k: samples for k, samples in times.items() if len(samples) >= MIN_SAMPLES} or times
     return {k: sorted(samples)[(len(samples) - 1) // 2] for k, samples in enough.items()}
 
@@ -471,12 +472,12 @@ def context_class(positions: int) -> int:
     return (positions // SHORT_CONTEXT).bit_length()
 
 
-def first_position(number: int) -> int:
-    """Return the positions from which contexts are of a class."""
+def first_position_of_class(number: int) -> int:
+    """Return the least number of positions of a context of class `number`; see `context_class`."""
     return SHORT_CONTEXT << number - 1 if number else 0
 
 
-def _complete(measured: Mapping[int, float], similar: Mapping[int, float]) -> dict[int, float]:
+def _fill_in(measured: Mapping[int, float], similar: Mapping[int, float]) -> dict[int, float]:
     """Return measured times, and those of `similar` for every other k in the same proportion."""
     ratios = sorted(
         seconds / similar[k] for k, seconds in measured.items() if similar.get(k, 0.0) > 0.0

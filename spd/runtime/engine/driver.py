@@ -49,24 +49,24 @@ Update = Event | BaseException
 """An event of one request, or the error that ended it."""
 Listener = Callable[[Update], None]
 """Called in the engine's thread with each update of one request."""
-E = TypeVar("E", bound=EngineClient)
+EngineType = TypeVar("EngineType", bound=EngineClient)
 _Command = tuple[Callable[[EngineClient], None], Listener]
 """A function to call with the engine, and the listener that gets the error if it fails."""
-CLOSED = "the engine was closed"
+CLOSED_MESSAGE = "the engine was closed"
 
 
-class EngineThread(Generic[E]):
+class EngineThread(Generic[EngineType]):
     """An engine in a thread of its own: everything that touches the device happens there.
 
-    `build` makes the engine in the thread and reports its progress. While idle the thread captures
-    rounds that requests with the `expected` parameters will run; a command waits for one capture at
-    most. Where a step fails, every running request's listener gets the error, and the thread
-    continues with the next request. For `on_out_of_memory` see `drive`.
+    build: makes the engine, in the thread, and reports its progress. expected: returns sampling
+    parameters of requests to come: while idle the thread captures the rounds that these will run; a
+    command waits for one capture at most. Where a step fails, every running request's listener gets
+    the error, and the thread continues with the next request. For `on_out_of_memory` see `drive`.
     """
 
     def __init__(
         self,
-        build: Callable[[Progress], E],
+        build: Callable[[Progress], EngineType],
         expected: Callable[[], Collection[SamplingParams]],
         on_out_of_memory: Callable[[ResourceError], None] | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class EngineThread(Generic[E]):
         self._build = build
         self._expected = expected
         self._on_out_of_memory = on_out_of_memory
-        self._engine: E | None = None
+        self._engine: EngineType | None = None
         self.ready = threading.Event()
         """Set once loading has ended, with success or failure."""
         self._closing = threading.Event()
@@ -89,23 +89,22 @@ class EngineThread(Generic[E]):
         self._has_failed = False
         """True after a failed step until the next request: no step is run in between."""
         self._listeners: dict[str, Listener] = {}
-        self._thread = threading.Thread(target=self._work, name="spd engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="spd engine", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which loads the engine."""
         self._thread.start()
 
-    def engine(self) -> E:
+    def engine(self) -> EngineType:
         """Wait until loading has ended and return the engine. Raises what loading raised."""
         self.ready.wait()
         if self._engine is None:
-            raise self.failure or EngineError(CLOSED)
+            raise self.failure or EngineError(CLOSED_MESSAGE)
         return self._engine
 
     def close(self, seconds: float | None = None) -> bool:
-        """Abort all requests and close the engine.
-
-        Return False if the thread does not end in time.
+        """Abort all requests, close the engine and wait for the thread; return False if it does not
+        end within `seconds`.
         """
         self._closing.set()
         self._commands.put(None)
@@ -167,22 +166,26 @@ class EngineThread(Generic[E]):
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _report(self, progress: LoadProgress) -> None:
+    def _report_progress(self, progress: LoadProgress) -> None:
+        """Set `progress`. Raises EngineError once the engine is closed, which cuts loading
+        short.
+        """
         if self._closing.is_set():
-            raise EngineError(CLOSED)
+            raise EngineError(CLOSED_MESSAGE)
         self.progress = progress
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
+        """Build the engine, run it until it is closed, and close it; the thread's function."""
         try:
-            self._engine = self._build(self._report)
+            self._engine = self._build(self._report_progress)
         except BaseException as error:
             self.failure = error
         self.ready.set()
-        end_error = EngineError(CLOSED)
+        end_error = EngineError(CLOSED_MESSAGE)
         if self._engine is None:
             end_error = EngineError(f"there is no engine: {self.failure}")
         else:
-            self._run(self._engine)
+            self._run_engine(self._engine)
         with self._lock:
             self._end_error = end_error
         self._fail_all(end_error)
@@ -196,14 +199,14 @@ class EngineThread(Generic[E]):
             self._engine = None
             gc.collect()  # another engine may need the memory
 
-    def _run(self, engine: E) -> None:
-        """Run commands and steps until the thread has to end."""
+    def _run_engine(self, engine: EngineType) -> None:
+        """Run commands and steps until the thread has to end; a failed step ends all requests."""
         while True:
             try:
                 for events in drive(
                     engine.step, partial(self._run_commands, engine), self._on_out_of_memory
                 ):
-                    self._deliver(events)
+                    self._deliver_events(events)
                 return
             except BaseException as error:
                 self._has_failed = True
@@ -212,10 +215,10 @@ class EngineThread(Generic[E]):
                         engine.abort(request_id)
                 self._fail_all(error)
 
-    def _run_commands(self, engine: E) -> bool:
-        """Run the queued commands, blocking while the engine is idle.
+    def _run_commands(self, engine: EngineType) -> bool:
+        """Run the queued commands; return False if the thread has to end.
 
-        False if the thread has to end.
+        While the engine is idle this captures rounds ahead, and then blocks until a command comes.
         """
         while True:
             idle = self._has_failed or not engine.has_work
@@ -238,7 +241,8 @@ class EngineThread(Generic[E]):
             except BaseException as error:
                 listener(error)
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver_events(self, events: list[Event]) -> None:
+        """Call each event's listener with it; the last event of a request removes its listener."""
         for event in events:
             is_last = event.finish_reason is not None
             look_up = self._listeners.pop if is_last else self._listeners.get

@@ -15,9 +15,8 @@ from operator import attrgetter, or_
 from spd.errors import UsageError
 from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
-from spd.runtime.engine import clock
+from spd.runtime.engine import clock, device
 from spd.runtime.engine.client import EngineClient, EngineInfo
-from spd.runtime.engine.device import activate, admit, open_device, out_of_memory_error
 from spd.runtime.engine.draft_fault import judge_drafts
 from spd.runtime.engine.draft_guide import guide_drafts
 from spd.runtime.engine.draft_length import DraftLength
@@ -66,7 +65,7 @@ class Engine(EngineClient):
         self._validator = RequestValidator(plan)
         self.eos_ids = self._validator.eos_ids
         self.usable_vocab = self._validator.usable_vocab
-        self.round_queue = open_device(plan, self.usable_vocab, progress)
+        self.round_queue = device.open_device(plan, self.usable_vocab, progress)
         self.page_table = PageTable(shape.num_pages)
         self.scheduler = Scheduler(
             slots=shape.slots,
@@ -74,7 +73,7 @@ class Engine(EngineClient):
             page_size=PAGE_SIZE,
             block=self.round_queue.runner.pages_per_block,
             ctx=shape.ctx,
-            sharing=plan.shares_prefixes,
+            shares_prefixes=plan.shares_prefixes,
             snapshots=SnapshotPool(shape.num_snapshots) if shape.num_snapshots else None,
             root=ROOT + shape.kv.encode(),
         )
@@ -98,8 +97,7 @@ class Engine(EngineClient):
         self._needs = SamplingSteps()
         self._num_logprobs: int | None = None
         """The largest number of log-probabilities that a request of the batch asks for."""
-        self._k = 0
-        """Drafts a slot in the next round."""
+        self._k = 0  # drafts a slot in the next round
         self.trace: Callable[[RoundRecord], None] | None = None
         """Called with a record of each round and request, where it is set."""
         self.prefilling = lambda written, total: None
@@ -131,7 +129,7 @@ class Engine(EngineClient):
         self._ready = [event for event in self._ready if event.request_id != request.id]
 
     def check(self, request: Request) -> None:
-        """Raise what `add` would, from any thread; a grammar is compiled here, not between rounds."""
+        """Raise what `add` would, from any thread; compile the request's grammar, and cache it."""
         self._validator.new_sequence(request)
 
     @property
@@ -143,15 +141,15 @@ class Engine(EngineClient):
         return self.tokenizer is not None
 
     @property
-    def pages(self) -> tuple[int, int]:
-        """Cache pages that requests use, and all that they can use."""
+    def page_counts(self) -> tuple[int, int]:
+        """Return how many cache pages requests use, and how many they can use."""
         return self.page_table.num_used, self.page_table.num_usable
 
     def abort(self, request_id: str) -> None:
         """Stop a request; the next step returns its event with finish_reason "abort"."""
         sequence = self.scheduler.by_id.get(request_id)
         if sequence is not None:
-            self._stop(sequence, "abort")
+            self._stop_sequence(sequence, "abort")
 
     @property
     def has_work(self) -> bool:
@@ -222,8 +220,8 @@ class Engine(EngineClient):
         scheduler = self.scheduler
         try:
             if scheduler.waiting or scheduler.prefilling:
-                self._prefill()
-            launched = self._enqueue()
+                self._prefill_prompts()
+            launched = self._enqueue_round()
             in_flight = scheduler.in_flight
             while in_flight and (len(in_flight) > self.plan.lag or not launched):
                 self.read_oldest_round()
@@ -232,7 +230,7 @@ class Engine(EngineClient):
                 if self.round_queue.is_writing:
                     self._fail_running("writing a prompt broke off")
                 raise
-            refusal = out_of_memory_error(error, self.plan, "running")
+            refusal = device.out_of_memory_error(error, self.plan, "running")
             self._fail_running("memory ran out")
             raise refusal from None
         events = self._ready
@@ -245,15 +243,15 @@ class Engine(EngineClient):
         self.scheduler.invalidate_cache()
         self.round_queue.drop_enqueued()
         for sequence in self.scheduler.running():
-            self._stop(sequence, "error", message)
+            self._stop_sequence(sequence, "error", message)
 
     def _drop_rounds(self) -> None:
-        """Drop all rounds in flight without reading them."""
+        """Drop all rounds in flight without reading them, and release their pages."""
         while self.scheduler.in_flight:
-            self.scheduler.finish_round()
+            self.scheduler.release_oldest_round()
 
-    def _prefill(self) -> None:
-        """Write parts of prompts: in one pass, or in a few passes while more sequences wait."""
+    def _prefill_prompts(self) -> None:
+        """Admit sequences and write parts of their prompts, in one pass, or a few if more wait."""
         scheduler = self.scheduler
         lookahead = 2 * self.plan.shape.draft_max + 1
         delays_decoding = scheduler.has_decoding
@@ -261,14 +259,14 @@ class Engine(EngineClient):
         passes = 0.0
         max_passes = BUSY_PASSES if delays_decoding else IDLE_PASSES
         parts: list[tuple[Sequence, int]] = []  # sequences, and the positions written for each
-        while (sequence := scheduler.next_to_prefill(lookahead)) is not None:
+        while (sequence := scheduler.take_next_to_prefill(lookahead)) is not None:
             if not sequence.is_admitted:
-                self._admit(sequence)
+                self._admit_sequence(sequence)
             rows = self.write_prompt_part(sequence)
             parts.append((sequence, rows))
             self.prefilling(sequence.prefilled, sequence.prefill_end)
             if sequence is not scheduler.prefilling:
-                self._activate(sequence)
+                self._activate_sequence(sequence)
             # Where prompts share a pass, a part counts as its share of one.
             merges = self.round_queue.runner.merges_prompts
             passes += rows / self.plan.shape.chunk if merges else rows > 0
@@ -288,16 +286,16 @@ class Engine(EngineClient):
             for sequence, rows in parts:
                 sequence.metrics.prompt_ms += ms_per_row * rows
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit_sequence(self, sequence: Sequence) -> None:
         """Write the slot's row on the device; the sequence stays inactive until it is prefilled."""
         sequence.is_admitted = True
         if not sequence.metrics.preemptions:
             sequence.metrics.queue_ms = 1000 * (clock.now() - sequence.arrived_at)
             sequence.metrics.cached_tokens = sequence.prefilled
-        admit(self.round_queue, sequence)
+        device.admit_sequence(self.round_queue, sequence)
 
     def write_prompt_part(self, sequence: Sequence) -> int:
-        """Enqueue the next pass over a prompt, at most a chunk; return the number of positions."""
+        """Queue the next part of a prompt, and a snapshot if due; return the number of positions."""
         scheduler = self.scheduler
         start = sequence.prefilled
         end = sequence.prefill_end
@@ -307,25 +305,27 @@ class Engine(EngineClient):
             runner = self.round_queue.runner
             chunked = run.kind == "chunk"
             rows = runner.chunk if chunked else runner.kernels.capabilities.tail_rows
-            end = min(start + rows, run.end, *(stop for stop in sequence.stops if stop > start))
+            stops = (stop for stop in sequence.snapshot_stops if stop > start)
+            end = min(start + rows, run.end, *stops)
             num_likeliest = sequence.request.prompt_logprobs if sequence.scores_prompt else None
             self.round_queue.queue_prompt_part(
                 sequence.slot, sequence.pages, start, end, chunked, num_likeliest
             )
         scheduler.mark_written(sequence, end)
-        place = scheduler.due_snapshot(sequence, start)
+        place = scheduler.reserve_due_snapshot(sequence, start)
         if place is not None:
             self.round_queue.queue_snapshot(place, sequence.slot, sequence.pages, end)
         return end - start
 
-    def _activate(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> None:
+    def _activate_sequence(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> None:
         try:
             rule = self.plan.config.verify
-            activate(self.round_queue, sequence, sequence.force_drafts(drafts, self._k, rule), rule)
+            forced_drafts = sequence.force_drafts(drafts, self._k, rule)
+            device.activate_sequence(self.round_queue, sequence, forced_drafts, rule)
         except GrammarError as error:
-            self._stop(sequence, "error", str(error))
+            self._stop_sequence(sequence, "error", str(error))
 
-    def _make_room(self, batch: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
+    def _allocate_pages(self, batch: list[Sequence], rows: int) -> tuple[list[Sequence], list[int]]:
         """Allocate pages for `rows` more positions of each decoding sequence, the oldest first.
 
         Where pages run short, rounds in flight are read first: they may end a sequence, and their
@@ -352,7 +352,7 @@ class Engine(EngineClient):
                 self.read_oldest_round()
             else:
                 latest = max(scheduler.running(), key=attrgetter("epoch"))  # epochs follow arrivals
-                self._vacate(latest, settled=True)
+                self._vacate_slot(latest, settled=True)
                 scheduler.preempt(latest)
             batch = scheduler.decoding()
 
@@ -365,7 +365,7 @@ class Engine(EngineClient):
         requests = [(sequence.acceptance, sequence.draft_cap) for sequence in batch]
         self.draft_length.set_requests(requests, is_constrained=self._needs.grammar)
 
-    def _enqueue(self) -> bool:
+    def _enqueue_round(self) -> bool:
         """Enqueue a round of all decoding sequences; False if each may be at its limit already."""
         decoding = self.scheduler.decoding()
         if not any(s.length_bound < s.length_limit or not s.in_flight for s in decoding):
@@ -374,9 +374,9 @@ class Engine(EngineClient):
             self._set_batch(decoding)
         k = self._k
         self.draft_length.set_positions(sum(s.length for s in decoding) // len(decoding))
-        next_k = self.draft_length.choose()
+        next_k = self.draft_length.choose_k()
         rows = k + 1 + self.plan.shape.rows_ahead(next_k)  # fed at most, and written by drafting
-        batch, ends = self._make_room(decoding, rows)
+        batch, ends = self._allocate_pages(decoding, rows)
         if not batch:
             return False
         if batch is not decoding:
@@ -392,7 +392,7 @@ class Engine(EngineClient):
         self.scheduler.in_flight.append(EnqueuedRound(pending, batch, []))
         for sequence in batch:
             if sequence.needs.grammar:
-                sequence.active = False
+                sequence.is_active = False
                 self.round_queue.set_active(sequence.slot, False)
         self._k = next_k
         return True
@@ -404,7 +404,7 @@ class Engine(EngineClient):
         scheduler = self.scheduler
         oldest = self.scheduler.in_flight[0]
         result = oldest.pending.read()
-        scheduler.finish_round()
+        scheduler.release_oldest_round()
         self.rounds += 1
         draft_seconds, verify_seconds, other_seconds = result.seconds
         self.draft_length.observe_cost(
@@ -448,7 +448,7 @@ class Engine(EngineClient):
             emits_all = len(event.token_ids) == committed
             has_stopped = reason != GOING_ON or not sequence.in_flight
             settled = has_stopped and (emits_all or not self.plan.drafter_is_recurrent)
-            self._end(sequence, event, settled)
+            self._end_sequence(sequence, event, settled)
             return
         if event.token_ids:
             self._ready.append(event)
@@ -462,35 +462,35 @@ class Engine(EngineClient):
             self.round_queue.resume(sequence.slot, sequence.stop_ids)
         elif result.next_drafts is not None:
             drafts = result.next_drafts[sequence.slot]
-        self._activate(sequence, drafts)
+        self._activate_sequence(sequence, drafts)
 
-    def _stop(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def _stop_sequence(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """End a sequence between rounds, with the text that is complete."""
-        text = sequence.detokenizer.take(final=True)
+        text = sequence.detokenizer.take_text(final=True)
         event = Event(sequence.request.id, (), text, reason, error=error)
-        self._end(sequence, event, not sequence.in_flight)
+        self._end_sequence(sequence, event, not sequence.in_flight)
 
-    def _vacate(self, sequence: Sequence, settled: bool) -> None:
+    def _vacate_slot(self, sequence: Sequence, settled: bool) -> None:
         """Deactivate a sequence's slot on the device, and save its states if they are `settled`.
 
         settled: no state has taken in a token beyond the sequence's end.
         """
         scheduler = self.scheduler
         end = sequence.prefilled if sequence is scheduler.prefilling else sequence.prefill_end
-        place = scheduler.snapshot_place(sequence, end) if settled else None
+        place = scheduler.reserve_snapshot_place(sequence, end) if settled else None
         try:
             self.round_queue.retire(sequence.slot, sequence.pages, end, place)
         except BaseException:
             scheduler.invalidate_cache()
             raise
 
-    def _end(self, sequence: Sequence, event: Event, settled: bool) -> None:
-        """Free a sequence's slot and pages, and queue its last event; settled: see `_vacate`."""
+    def _end_sequence(self, sequence: Sequence, event: Event, settled: bool) -> None:
+        """Free a sequence's slot and pages, and queue its last event; settled: see `_vacate_slot`."""
         sequence.finish_reason = event.finish_reason
         judge_drafts(sequence, self.plan, self.draft_length)
         if sequence.slot != NO_SLOT:
-            self._vacate(sequence, settled and event.finish_reason != "error")
-            self.text_memory.add(sequence)
+            self._vacate_slot(sequence, settled and event.finish_reason != "error")
+            self.text_memory.add_sequence(sequence)
         private_pages = self.scheduler.retire(sequence)
         if private_pages:
             self.round_queue.zero_pages(private_pages)

@@ -18,13 +18,11 @@ Fields: TypeAlias = "dict[str, int | float | str | list[int] | dict[str, int] | 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Counters of one request. Accepted drafts are those emitted.
-
-    `_raw` counts all that matched.
-    """
+    """Counters and times, in milliseconds, of one request."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Tokens of the prompt whose cache was there before."""
     completion_tokens: int = 0
     load_ms: float = 0.0
     """Time that the engine took to load; with `first_token_ms` it is the time of a cold start."""
@@ -32,7 +30,9 @@ class RequestMetrics:
     """Time from arrival to the first work on the prompt."""
     preemptions: int = 0
     prompt_ms: float = 0.0
+    """Time of the passes that wrote the prompt."""
     first_token_ms: float = 0.0
+    """Time from arrival to the first tokens."""
     predicted_ms: float = 0.0
     """Time from the first tokens to the last."""
     first_tokens: int = 0
@@ -40,6 +40,7 @@ class RequestMetrics:
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Rounds, by how many drafts were verified, and how many of these were accepted and emitted."""
     draft_n_accepted_raw: int = 0
+    """Drafts that equal the target's tokens, those that a stop cut off included."""
     draft_n_masked: int = 0
     """Drafts that a grammar forced, or that were drawn among the tokens that it allows."""
     draft_fault: str = ""
@@ -53,7 +54,7 @@ class RequestMetrics:
         return sum(self.outcomes.values())
 
     @property
-    def num_drafts(self) -> int:
+    def num_draft_rounds(self) -> int:
         """Rounds that verified at least one draft for this request."""
         return sum(times for (drafts, _), times in self.outcomes.items() if drafts)
 
@@ -83,7 +84,7 @@ class RequestMetrics:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """1 / TPOT."""
+        """Tokens a second after the first round's tokens: 1 / TPOT."""
         tpot_ms = self.time_per_output_token_ms
         return 1000.0 / tpot_ms if tpot_ms else 0.0
 
@@ -110,7 +111,7 @@ class RequestMetrics:
 
         That is 1 + accepted drafts, divided by the rounds with drafts.
         """
-        return 1 + self.draft_n_accepted / self.num_drafts if self.num_drafts else 1.0
+        return 1 + self.draft_n_accepted / self.num_draft_rounds if self.num_draft_rounds else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -124,11 +125,11 @@ class RequestMetrics:
 
     def draft_note(self, method: str) -> str | None:
         """Return one line about drafts that did not help, and why; None where they did."""
-        undrafted = f"{self.rounds - self.num_drafts} of {self.rounds} rounds had no drafts"
+        undrafted = f"{self.rounds - self.num_draft_rounds} of {self.rounds} rounds had no drafts"
         if self.draft_fault == "chance":
             first = sum(self.accepted_per_position[:1])
             return (
-                f"{method}: {first} of {self.num_drafts} first drafts were accepted, as by chance: "
+                f"{method}: {first} of {self.num_draft_rounds} first drafts were accepted, as by chance: "
                 "the drafter may be another model's, or its taps, norm or vocabulary are others"
             )
         if self.draft_fault == "context":
@@ -174,7 +175,7 @@ class RequestMetrics:
             "method": method,
             "num_spec_tokens": k,
             "num_spec_steps": self.rounds,
-            "num_drafts": self.num_drafts,
+            "num_drafts": self.num_draft_rounds,
             "num_draft_tokens": self.draft_n,
             "num_accepted_draft_tokens": self.draft_n_accepted,
             "num_masked_draft_tokens": self.draft_n_masked,

@@ -48,18 +48,20 @@ class TextHashes:
         page, tail_positions = divmod(end, self.page_size)
         full_end = end - tail_positions
         for start in range(len(self.computed) * self.page_size, full_end, self.page_size):
-            self.computed.append(self._chain(start, start + self.page_size))
+            self.computed.append(self._chained_hash(start, start + self.page_size))
         if tail_positions:
-            return self._chain(full_end, end)
+            return self._chained_hash(full_end, end)
         return self.computed[page - 1] if page else self.root
 
     def page_hashes(self, end: int) -> list[bytes]:
-        """Return the hash at the end of every full page within the first `end` positions."""
+        """Return the hash at the end of every full page within the first `end` positions, in
+        order.
+        """
         count = end // self.page_size
         self.prefix_hash(count * self.page_size)
         return self.computed[:count]
 
-    def _chain(self, start: int, stop: int) -> bytes:
+    def _chained_hash(self, start: int, stop: int) -> bytes:
         """Return the hash of positions `start` to `stop` of one page, chained to that of all before."""
         state = hashlib.sha256(self.computed[start // self.page_size - 1] if start else self.root)
         state.update(",".join(map(str, self.tokens[start:stop])).encode())
@@ -71,7 +73,7 @@ class Tail(NamedTuple):
     """A page that is not full, the number of its positions, and the hash of the text up to their end."""
 
     page: int
-    positions: int
+    num_positions: int
     digest: bytes
 
 
@@ -121,8 +123,8 @@ class PageTable:
         self._users |= dict.fromkeys(pages, 1)
         return pages
 
-    def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the published pages of the longest prefix of `hashes`, and count them as used."""
+    def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the published pages of the longest prefix of `hashes`, and count a use of each."""
         pages: list[int] = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -157,9 +159,9 @@ class PageTable:
         The page is then in use and no longer stored.
         """
         tail = self._tails.get(text.prefix_hash(start))
-        if tail is None or tail.page not in self._idle or start + tail.positions > end:
+        if tail is None or tail.page not in self._idle or start + tail.num_positions > end:
             return None
-        if tail.digest != text.prefix_hash(start + tail.positions):
+        if tail.digest != text.prefix_hash(start + tail.num_positions):
             return None
         del self._idle[tail.page]
         self._users[tail.page] = 1
@@ -192,7 +194,7 @@ class PageTable:
             self._free.add(page)
 
     def unpublish_all(self) -> None:
-        """Remove all published pages and tails."""
+        """Remove all pages from the published ones and the tails; idle ones become free."""
         for page in list(self._key_of):
             self.unpublish(page)
 
@@ -219,8 +221,10 @@ class SnapshotPool:
         self._snapshots: OrderedDict[bytes, StateSnapshot] = OrderedDict()
         """By digest, the least recently used first."""
 
-    def find(self, text: TextHashes, limit: int) -> StateSnapshot | None:
-        """Return a text's last snapshot up to position `limit`, and mark it as the latest used."""
+    def find_latest(self, text: TextHashes, limit: int) -> StateSnapshot | None:
+        """Return a text's last snapshot up to position `limit`, and mark it as the latest used;
+        None where there is none.
+        """
         candidates = [snapshot for snapshot in self._snapshots.values() if snapshot.end <= limit]
         for snapshot in sorted(candidates, key=lambda snapshot: -snapshot.end):
             if snapshot.digest == text.prefix_hash(snapshot.end):
@@ -228,8 +232,11 @@ class SnapshotPool:
                 return snapshot
         return None
 
-    def reserve(self, text: TextHashes, end: int) -> int | None:
-        """Return a place to copy the states as of `end` to; None where they are stored already."""
+    def reserve_place(self, text: TextHashes, end: int) -> int | None:
+        """Register a snapshot of the states as of `end`, and return the place to copy them to.
+
+        The least recently used snapshot gives way. None where these states are stored already.
+        """
         digest = text.prefix_hash(end)
         if digest in self._snapshots:
             self._snapshots.move_to_end(digest)

@@ -29,7 +29,7 @@ JSON_STYLE: JsonObject = {"whitespace_pattern": JSON_WHITESPACE}
 
 
 def derived_seed(*parts: int | str) -> int:
-    """Return the seed of one reply among many, a function of these parts alone."""
+    """Return a seed of `SEED_BITS` bits for one reply among many, a hash of these parts alone."""
     import hashlib
 
     digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
@@ -46,7 +46,7 @@ def partial_match_length(tag: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class ThinkingTokens:
-    """The tokens that `begin` and `end` thinking; `inside` is True if the prompt has begun it."""
+    """The token ids that begin and end thinking; `inside` is True if the prompt has begun it."""
 
     begin: int | None
     end: int
@@ -123,6 +123,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    """The ids and log-probabilities of the likeliest tokens, the likeliest first."""
 
 
 class Event(NamedTuple):
@@ -154,7 +155,9 @@ class RequestOutput:
 
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    """The texts of the events, in order."""
     drafted: list[bool] = field(default_factory=list)
+    """True for each token that was an accepted draft."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None

@@ -56,18 +56,22 @@ class Scheduler:
         block: int,
         ctx: int,
         *,
-        sharing: bool,
+        shares_prefixes: bool,
         snapshots: SnapshotPool | None = None,
         root: bytes = ROOT,
     ) -> None:
-        """root: the hash of all texts before their first position."""
+        """block: pages of a full block of attention. ctx: positions of the longest sequence.
+
+        shares_prefixes: True if sequences may begin with pages that others wrote. root: the hash of
+        all texts before their first position.
+        """
         self.waiting: deque[Sequence] = deque()
         self.slots: list[Sequence | None] = [None] * slots
         self.pages = pages
         self.page_size = page_size
         self.block = block
         self.ctx = ctx
-        self.sharing = sharing
+        self.shares_prefixes = shares_prefixes
         self.snapshots = snapshots
         self.root = root
         self.prefilling: Sequence | None = None
@@ -93,7 +97,7 @@ class Scheduler:
 
     def decoding(self) -> list[Sequence]:
         """Return the sequences that take part in the next round, in slot order."""
-        return [sequence for sequence in self.slots if sequence is not None and sequence.active]
+        return [sequence for sequence in self.slots if sequence is not None and sequence.is_active]
 
     @property
     def has_decoding(self) -> bool:
@@ -109,11 +113,11 @@ class Scheduler:
 
     # -- prefill ---------------------------------------------------------------------------------
 
-    def next_to_prefill(self, lookahead: int) -> Sequence | None:
+    def take_next_to_prefill(self, lookahead: int) -> Sequence | None:
         """Return the sequence whose prompt is written next; None where there is none.
 
-        That is the one being prefilled, or the first of the queue, which needs a free slot and
-        pages for all its tokens and `lookahead` more.
+        That is the one being prefilled, or else the first of the queue, which is given a slot and
+        pages for all its tokens and `lookahead` more, if there are so many.
         """
         if self.prefilling is None and self.waiting:
             sequence = self.waiting[0]
@@ -126,12 +130,13 @@ class Scheduler:
                 self.slots[sequence.slot] = self.prefilling = sequence
         return self.prefilling
 
-    def _text(self, sequence: Sequence) -> TextHashes:
+    def _text_hashes(self, sequence: Sequence) -> TextHashes:
+        """Return the hashes of a sequence's text; those of full pages are kept in the sequence."""
         return TextHashes(
             sequence.tokens(),
             self.prefill_runs(sequence),
             self.page_size,
-            sequence.hashes,
+            sequence.page_hashes,
             self.root,
         )
 
@@ -143,10 +148,10 @@ class Scheduler:
         """
         size = self.page_size
         end = sequence.prefill_end
-        text = self._text(sequence)
+        text = self._text_hashes(sequence)
         snapshots = self.snapshots
-        sharing = self.sharing and not sequence.scores_prompt
-        shared = self.pages.match(text.page_hashes(end)) if sharing else []
+        sharing = self.shares_prefixes and not sequence.scores_prompt
+        shared = self.pages.match_prefix(text.page_hashes(end)) if sharing else []
         matched = len(shared) * size
         cached = self._uncut_prefix(text.runs, matched)
         stops = {cached, end}
@@ -156,8 +161,10 @@ class Scheduler:
             chunks_end = max((run.end for run in text.runs if run.kind == "chunk"), default=0)
             stops.add(chunks_end)
             # Looked up to mark it as used: a longer prompt may have no other snapshot to start from.
-            snapshots.find(text, chunks_end)
-            snapshot = snapshots.find(text, min(end, matched + size - 1)) if sharing else None
+            snapshots.find_latest(text, chunks_end)
+            snapshot = (
+                snapshots.find_latest(text, min(end, matched + size - 1)) if sharing else None
+            )
             cached = 0 if snapshot is None else snapshot.end // size * size
         self.pages.release(shared[cached // size :])
         sequence.pages = shared[: cached // size]
@@ -171,11 +178,11 @@ class Scheduler:
             self.pages.release(sequence.pages[::-1])
             sequence.pages = []
             return False
-        sequence.prefilled = cached + (0 if tail is None else tail.positions)
+        sequence.prefilled = cached + (0 if tail is None else tail.num_positions)
         if snapshots is not None:
             sequence.snapshot = None if snapshot is None else snapshot.place
             sequence.prefilled = 0 if snapshot is None else snapshot.end
-            sequence.stops = self._snapshot_stops(sequence, stops)
+            sequence.snapshot_stops = self._snapshot_stops(sequence, stops)
         return True
 
     def _uncut_prefix(self, runs: abc.Sequence[ProgramRun], matched: int) -> int:
@@ -206,24 +213,23 @@ class Scheduler:
             sorted(end for end in ends if sequence.prefilled < end <= sequence.prefill_end)
         )
 
-    def due_snapshot(self, sequence: Sequence, start: int) -> int | None:
-        """Return the place for a snapshot at the end of the positions written from `start` on.
-
-        None if no snapshot is due there.
+    def reserve_due_snapshot(self, sequence: Sequence, start: int) -> int | None:
+        """Reserve and return the place for a snapshot at the end of the positions written from
+        `start` on; None if none is due there.
         """
         end = sequence.prefilled
         crosses_interval = end // SNAPSHOT_INTERVAL > start // SNAPSHOT_INTERVAL
-        is_due = end > start and (end in sequence.stops or crosses_interval)
-        return self.snapshot_place(sequence, end) if is_due else None
+        is_due = end > start and (end in sequence.snapshot_stops or crosses_interval)
+        return self.reserve_snapshot_place(sequence, end) if is_due else None
 
-    def snapshot_place(self, sequence: Sequence, end: int) -> int | None:
-        """Return the place to copy the states as of `end` to.
+    def reserve_snapshot_place(self, sequence: Sequence, end: int) -> int | None:
+        """Reserve and return the place to copy a sequence's states as of `end` to.
 
         None where the model has no states, or a copy of these is stored already.
         """
         if self.snapshots is None or not end:
             return None
-        return self.snapshots.reserve(self._text(sequence), end)
+        return self.snapshots.reserve_place(self._text_hashes(sequence), end)
 
     def prefill_runs(self, sequence: Sequence) -> list[ProgramRun]:
         """Return which program writes, or wrote, each position of a prefill.
@@ -233,18 +239,23 @@ class Scheduler:
         return runs_below(sequence.runs, sequence.prefill_end)
 
     def mark_written(self, sequence: Sequence, end: int) -> None:
-        """Record that the cache is enqueued to be written up to `end`, and publish the full pages."""
+        """Record that the cache is enqueued to be written up to `end`, and publish the full pages.
+
+        At the end of the prompt the sequence stops being the one that is prefilled.
+        """
         first = sequence.prefilled // self.page_size
         sequence.prefilled = end
         last = end // self.page_size
-        hashes = sequence.hashes if self.sharing else []
+        hashes = sequence.page_hashes if self.shares_prefixes else []
         for page, digest in zip(sequence.pages[first:last], hashes[first:last], strict=False):
             self.pages.publish(page, digest)
         if end == sequence.prefill_end:
             self.prefilling = None
 
     def invalidate_cache(self) -> None:
-        """Unpublish every page and snapshot, after a write that failed at an unknown place."""
+        """Unpublish every page and drop every snapshot, after a write that failed at an unknown
+        place.
+        """
         self.pages.unpublish_all()
         if self.snapshots is not None:
             self.snapshots.clear()
@@ -269,17 +280,20 @@ class Scheduler:
         return True
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a sequence back to the head of the queue. No round with it may be in flight."""
+        """Take a sequence's slot and pages, and send it back to the head of the queue.
+
+        No round with it may be in flight.
+        """
         assert not sequence.in_flight
-        self._vacate(sequence, publish=True)
+        self._vacate_slot(sequence, publish=True)
         sequence.slot = NO_SLOT
         sequence.prefilled = 0
-        sequence.hashes = []
+        sequence.page_hashes = []
         sequence.metrics.preemptions += 1
         self.waiting.appendleft(sequence)
 
     def retire(self, sequence: Sequence) -> list[int]:
-        """End a sequence and release its pages.
+        """Remove an ended sequence from its slot or the queue, and release its pages.
 
         After an "error" none of them is published: the pages that no other sequence shares are
         returned, for the caller to zero.
@@ -292,13 +306,16 @@ class Scheduler:
         private_pages = []
         if failed:
             private_pages = [page for page in sequence.pages if not self.pages.is_published(page)]
-        self._vacate(sequence, publish=not failed)
+        self._vacate_slot(sequence, publish=not failed)
         return private_pages
 
-    def _vacate(self, sequence: Sequence, *, publish: bool) -> None:
-        """Free a slot and its pages; with `publish`, publish the pages of committed tokens."""
-        if publish and self.sharing and sequence is not self.prefilling:
-            text = self._text(sequence)
+    def _vacate_slot(self, sequence: Sequence, *, publish: bool) -> None:
+        """Free a sequence's slot, and its pages once no round in flight can touch them.
+
+        publish: True if the pages of committed tokens are published, and the tail is stored.
+        """
+        if publish and self.shares_prefixes and sequence is not self.prefilling:
+            text = self._text_hashes(sequence)
             end = sequence.prefill_end
             for page, digest in zip(sequence.pages, text.page_hashes(end), strict=False):
                 self.pages.publish(page, digest)
@@ -309,7 +326,7 @@ class Scheduler:
                 self.pages.store_tail(text.prefix_hash(end - tail_positions), tail)
         if sequence is self.prefilling:
             self.prefilling = None
-        sequence.active = False
+        sequence.is_active = False
         # Last page first: later pages of a chain are useless without the earlier ones.
         pages = sequence.pages[::-1]
         sequence.pages = []
@@ -319,6 +336,6 @@ class Scheduler:
         else:
             self.pages.release(pages)
 
-    def finish_round(self) -> None:
+    def release_oldest_round(self) -> None:
         """Drop the oldest round in flight, which has run or failed, and release its pages."""
         self.pages.release(self.in_flight.popleft().pages)

@@ -71,17 +71,20 @@ class Detokenizer:
         """The stop string that ended the text; the text is cut before it."""
 
     def push(self, token_id: int) -> bool:
-        """Append one token; True if it completes a stop string, before which the text is cut."""
+        """Decode one token and append its text; True if that completes a stop string.
+
+        The text is then cut before the stop string.
+        """
         self._count += 1
-        self._pending += self.pass_on((token_id,))
+        self._pending += self.decode_tokens((token_id,))
         if self._count <= self._min_tokens:
             self._ignored = len(self._pending)
         return self._look_for_stop()
 
-    def pass_on(self, token_ids: abc.Sequence[int], *, final: bool = False) -> str:
-        """Append several tokens and return the complete characters; with `final` all characters.
+    def decode_tokens(self, token_ids: abc.Sequence[int], *, final: bool = False) -> str:
+        """Decode tokens behind those before, and return the complete characters; with `final` all.
 
-        This suffices for a request without stop strings.
+        Stop strings are not looked for: this suffices for a request without stop strings.
         """
         data = self._undecoded + self._decode_bytes(token_ids)
         text, num_decoded = codecs.utf_8_decode(data, "replace", final)
@@ -103,10 +106,10 @@ class Detokenizer:
             self._pending = self._pending[:start]
         return self.stop is not None
 
-    def take(self, *, final: bool = False) -> str:
+    def take_text(self, *, final: bool = False) -> str:
         """Return and remove the text that no later token can change; with `final` all text."""
         if final and self.stop is None:
-            self._pending += self.pass_on((), final=True)
+            self._pending += self.decode_tokens((), final=True)
             self._look_for_stop()
         withheld = 0  # characters that may yet become a stop string
         if not final:
@@ -121,18 +124,20 @@ class Detokenizer:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One request while it waits and runs.
+    """The engine's record of one request while it waits and runs.
 
-    With slots, since its fields are read and written in every round.
+    With `__slots__`, since its fields are read and written in every round.
     """
 
     request: Request
     length_limit: int
+    """The length in tokens, prompt included, at which the text ends."""
     stop_ids: tuple[int, ...]
+    """Token ids after which its slot stops."""
     detokenizer: Detokenizer
     needs: SamplingSteps
     draft_cap: int
-    """Drafts that it takes a round at most."""
+    """Drafts of a round that are verified for it at most."""
     grammar: Grammar | None = None
     """With a grammar, the sequence sits out rounds until the masks for its next are written."""
     defers_grammar: bool = False
@@ -149,19 +154,21 @@ class Sequence:
     epoch: int = 0
     """The number of its stay in a slot; later stays have larger numbers."""
     pages: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
+    """Its page numbers, in order of position."""
+    page_hashes: list[bytes] = field(default_factory=list)
     """Hashes of the full pages that a prefill will have written; see `TextHashes`."""
     prefilled: int = 0
     """Positions whose cache is written; it decodes once all but the last token's are."""
     snapshot: int | None = None
     """The place of the recurrent states as of `prefilled` that it starts from, where its model has some."""
-    stops: tuple[int, ...] = ()
+    snapshot_stops: tuple[int, ...] = ()
     """Positions at which its prefill pauses for a snapshot."""
     is_admitted: bool = False
     """True once the slot's row is written on the device."""
-    active: bool = False
+    is_active: bool = False
     """True while it takes part in rounds: it is prefilled, and its masks are written."""
     generated: list[int] = field(default_factory=list)
+    """The token ids that were committed behind the prompt."""
     length: int = field(init=False)
     """Committed tokens that the host has read, the prompt included."""
     in_flight: int = 0
@@ -171,6 +178,7 @@ class Sequence:
     """
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     arrived_at: float = field(default_factory=clock.now)
+    """Seconds of `clock.now` when the request arrived."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
@@ -205,21 +213,21 @@ class Sequence:
         error = None
         text_tokens = tokens[:-1] if round_reason == "stop" else tokens  # a stop id has no text
         if grammar is None and not self.request.params.stop:
-            text = self.detokenizer.pass_on(text_tokens, final=reason is not None)
+            text = self.detokenizer.decode_tokens(text_tokens, final=reason is not None)
         else:
             count, host_reason, error = self._find_end(text_tokens)
             if host_reason is not None:
                 tokens = tokens[:count]
                 reason = host_reason
             if reason in ("stop", "length") and grammar and not grammar.is_complete:
-                reason, error = self._incomplete(tokens, reason)
-            text = self.detokenizer.take(final=reason is not None)
+                reason, error = self._incomplete_reason(tokens, reason)
+            text = self.detokenizer.take_text(final=reason is not None)
         if round_reason == reason == "error" and error is None:
             error = NO_NUMBER if grammar is None else DEAD_END
         accepted = matched if matched < len(tokens) else len(tokens)  # cheaper than `min`
-        self.commit(tokens, drafts, accepted, now)
+        self.commit_tokens(tokens, drafts, accepted, now)
         self.metrics.draft_n_accepted_raw += matched
-        logprobs = () if scores is None else self._logprobs(scores, tokens)
+        logprobs = () if scores is None else self._token_logprobs(scores, tokens)
         drafted = (True,) * accepted + (False,) * (len(tokens) - accepted)
         event = Event(self.request.id, tuple(tokens), text, reason, drafted, logprobs, error)
         if reason == "stop":
@@ -231,7 +239,8 @@ class Sequence:
     def force_drafts(
         self, drafts: abc.Sequence[int], limit: int, verify_rule: str
     ) -> abc.Sequence[int]:
-        """Return the drafts that the grammar allows, and behind them what it forces; count them.
+        """Return the drafts that the grammar allows, and behind them what it forces; count both in
+        the metrics.
 
         At most `limit`, and none before the first token. Rules other than "coupled" test the
         probability by which a draft was drawn, so these are left as they are. Raises GrammarError.
@@ -251,8 +260,8 @@ class Sequence:
         return forced_drafts
 
     def _begin_grammar(self, tokens: list[int], reason: str | None) -> str | None:
-        """Start a deferred grammar if its opening token came last; return the finish reason, if
-        any.
+        """Start a deferred grammar if its opening token came last; return the text's finish reason,
+        if any.
 
         The opening token is the last of `stop_ids`, so the round stops there, which does not end
         the text.
@@ -269,8 +278,10 @@ class Sequence:
             self.needs = replace(self.needs, grammar=True)
         return "length" if self.length + len(tokens) >= self.length_limit else None
 
-    def _incomplete(self, tokens: list[int], reason: str) -> tuple[str, str | None]:
-        """Return the finish reason and the error of a text whose grammar is not complete."""
+    def _incomplete_reason(self, tokens: list[int], reason: str) -> tuple[str, str | None]:
+        """Return the finish reason and the error text of a text that ended before its grammar was
+        complete.
+        """
         spec = self.request.grammar
         if spec is None:
             return reason, None
@@ -296,7 +307,7 @@ class Sequence:
                     return i, "error", str(failure)
         return len(tokens), None, None
 
-    def _logprobs(self, scores: HostLogprobs, tokens: list[int]) -> tuple[TokenLogprob, ...]:
+    def _token_logprobs(self, scores: HostLogprobs, tokens: list[int]) -> tuple[TokenLogprob, ...]:
         """Return the tokens' log-probabilities with those of the likeliest ones, if they are requested."""
         count = self.request.params.logprobs
         if count is None:
@@ -324,8 +335,11 @@ class Sequence:
             for token, logprob, values, ids in rows
         )
 
-    def commit(self, tokens: abc.Sequence[int], drafts: int, accepted: int, now: float) -> None:
-        """Append a round's tokens, `accepted` of which are drafts, and update the metrics.
+    def commit_tokens(
+        self, tokens: abc.Sequence[int], drafts: int, accepted: int, now: float
+    ) -> None:
+        """Append a round's tokens to the sequence, `accepted` of which are drafts, and update the
+        metrics.
 
         drafts: how many the round verified. now: when it was read, in seconds.
         """
@@ -381,8 +395,11 @@ class RequestValidator:
         self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
 
     def new_sequence(self, request: Request) -> Sequence:
-        """Check a request and return its sequence. Raises UsageError or IncompatibleError."""
-        self._check(request)
+        """Check a request, compile its grammar, and return its sequence.
+
+        Raises UsageError or IncompatibleError where the request cannot run.
+        """
+        self._check_request(request)
         params = request.params
         length = len(request.prompt_ids)
         eos_ids = () if params.ignore_eos else self.eos_ids
@@ -413,7 +430,7 @@ class RequestValidator:
             runs=program_runs(request.spans or (("prompt", length),), self.plan.shape.chunk),
         )
 
-    def _check(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         """Raise UsageError or IncompatibleError for a request that cannot run."""
         params = request.params
         length = len(request.prompt_ids)
@@ -427,11 +444,11 @@ class RequestValidator:
                 fix=[f"--ctx N above {length}", "a shorter prompt"],
                 code="context_overflow",
             )
-        _check_ids("prompt token id", request.prompt_ids, self.vocab_size)
+        _check_token_ids("prompt token id", request.prompt_ids, self.vocab_size)
         option_ids = [*params.stop_token_ids, *(token for token, _ in params.logit_bias)]
         if request.thinking is not None:
             option_ids.append(request.thinking.end)
-        _check_ids("token id", option_ids, self.usable_vocab)
+        _check_token_ids("token id", option_ids, self.usable_vocab)
         for option, clause in (
             (params.stop, "stop strings need"),
             (request.grammar, "a grammar needs"),
@@ -444,7 +461,7 @@ class RequestValidator:
             raise UsageError("the prompt's spans do not add up to its length")
 
 
-def _check_ids(name: str, ids: Collection[int], size: int) -> None:
+def _check_token_ids(name: str, ids: Collection[int], size: int) -> None:
     """Raise UsageError for the first id that is not from 0 to `size` - 1."""
     for token_id in ids:
         if not 0 <= token_id < size:

@@ -18,9 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class TextMemory:
-    """Hands texts to lookup, and to a file where the config names a folder.
+    """Hands the token ids of texts to prompt lookup, and to a file where the config names a folder.
 
-    Raises UsageError and ResourceError for a folder that is not private.
+    When it is made it reads the texts of earlier sessions from that file. Raises UsageError and
+    ResourceError for a folder that is not private.
     """
 
     def __init__(self, plan: EnginePlan, queue: RoundQueue) -> None:
@@ -37,8 +38,12 @@ class TextMemory:
             for text in self._file.read():
                 queue.remember_text(text)
 
-    def add(self, sequence: Sequence) -> None:
-        """Add the text of a sequence that ends, without what the cache had of earlier ones."""
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Add the text of a sequence that ends, less its cached prefix, to lookup's pool and the
+        file.
+
+        A file that cannot be written is given up with a warning.
+        """
         if not self._limit:
             return
         start = max(0, sequence.metrics.cached_tokens - self._overlap)

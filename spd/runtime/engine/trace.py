@@ -14,18 +14,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One request's share of one round; `position` is that of the first drafted token."""
+    """One request's share of one round; the fields are the keys of a trace file."""
 
     request: str
+    """The id of the request."""
     round: int
+    """The number of the request's round, from 0."""
     position: int
+    """Position of the first drafted token."""
     method: str
     draft: list[int]
+    """Token ids of the drafts that were verified."""
     sampled: list[int]
+    """The target's token ids after the window's rows."""
     accepted: int
+    """How many leading drafts were accepted."""
     committed: list[int]
+    """Token ids that were appended to the text."""
     ms: dict[str, float]
-    """Draft, verify, rest, and host, the gap between the round before and this one, by the device's clock."""
+    """Milliseconds of draft, verify, rest, and host, the gap between the round before and this one,
+    by the device's clock.
+    """
     draft_forwards: int
     k: int
     """Drafts a slot that the round had room for; `draft` may hold fewer."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from spd.errors import UsageError
 from spd.formats.files import LINES_LIMIT, read_input_text
-from spd.runtime.engine.draft_length import context_class, first_position
+from spd.runtime.engine.draft_length import context_class, first_position_of_class
 from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.plan.config import MAX_DRAFT, METHODS, split_spec
 
@@ -156,7 +156,7 @@ def verification_by_length(records: Sequence[RoundRecord], k: int) -> dict[int, 
         if record.k == k:
             samples.setdefault(context_class(record.position), []).append(record.ms["verify"])
     return {
-        first_position(number): median(times)
+        first_position_of_class(number): median(times)
         for number, times in sorted(samples.items())
         if len(times) >= MIN_ROUNDS
     }

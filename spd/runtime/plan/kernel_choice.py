@@ -158,7 +158,7 @@ def check_activations(config: EngineConfig, machine: Machine, form: WeightForm) 
         raise IncompatibleError(message, fix=fix if form.kind == "wide" else fix[2:])
 
 
-def choose_weight_form(
+def choose_form(
     model: ModelConfig,
     folder: ModelFolder,
     config: EngineConfig,

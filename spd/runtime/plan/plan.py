@@ -33,8 +33,8 @@ from spd.runtime.plan.config import (
 from spd.runtime.plan.drafter_choice import Drafter, choose_drafter
 from spd.runtime.plan.kernel_choice import (
     check_activations,
+    choose_form,
     choose_kernels,
-    choose_weight_form,
     native_obstacle,
 )
 from spd.runtime.plan.machine import Machine, find_machine
@@ -390,9 +390,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     graphs = _resolve_graphs(config.graphs, machine, kernels)
     adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
     spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter, adaptive)
-    form_of = partial(
-        choose_weight_form, config=config, machine=machine, kernels=kernels, dtype=dtype
-    )
+    form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
     form, weights_reason = form_of(model, target)
     ctx = _resolve_context(config.ctx, model)
     draft = None if drafter.folder is None or not draft_max else drafter.folder.config

@@ -104,7 +104,7 @@ def follow_leader(spec: RankSpec, leave: Callable[[int], None]) -> int:
     """
     import torch
 
-    from spd.runtime.engine.assembly import assemble
+    from spd.runtime.engine.assembly import assemble_queue
     from spd.runtime.ranks.communicator import (
         Heartbeat,
         LostRank,
@@ -142,7 +142,7 @@ def follow_leader(spec: RankSpec, leave: Callable[[int], None]) -> int:
             host=local_host,
             heartbeat=heartbeat,
         )
-        queue = assemble(plan, usable_vocab, lambda _: heartbeat.beat(), ranks)
+        queue = assemble_queue(plan, usable_vocab, lambda _: heartbeat.beat(), ranks)
         while True:
             name, args = orders.get()
             heartbeat.beat()

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spd.errors import EngineError, IncompatibleError, UsageError
 from spd.formats.chat_template import isolated_command
-from spd.runtime.engine.assembly import assemble
+from spd.runtime.engine.assembly import assemble_queue
 from spd.runtime.load.progress import LoadProgress, Progress
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.ranks.communicator import (
@@ -416,7 +416,7 @@ def start_ranks(plan: EnginePlan, usable_vocab: int, progress: Progress | None) 
     try:
         ranks = leader.meet_ranks(usable_vocab)
         return LeadingQueue(
-            leader.guard(lambda: assemble(plan, usable_vocab, report_progress, ranks)), leader
+            leader.guard(lambda: assemble_queue(plan, usable_vocab, report_progress, ranks)), leader
         )
     except BaseException:
         leader.close()
