@@ -56,7 +56,7 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def _driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=nvidia_driver_version", "--format=csv,noheader"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):

@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 def gpu_and_driver() -> str | None:
     """Return the first GPU's name and driver version, without using its memory."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=name,nvidia_driver_version", "--format=csv,noheader"]
     try:
         run = subprocess.run(query, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

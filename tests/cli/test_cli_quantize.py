@@ -20,7 +20,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.mtp import read_head_folder, verifier_hash
 from spd.kernels.linear.few_bits import quantize_int4
 from spd.runtime import EngineConfig, choose_drafter
-from spd.runtime.load.packed_weights import unpack
+from spd.runtime.load.packed_weights import unpack_matrix
 from tests.cli.conftest import assert_refused
 from tests.helpers import edit_weights, truncate_on_open
 from tests.recipes.mtp_folders import PREFIX, write_deepseek
@@ -82,7 +82,7 @@ def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path:
                 assert torch.equal(after.read(name), tensor)
                 continue
             module, scheme = quantization.module_scheme(name, tuple(tensor.shape), after.tensors)
-            unpacked = unpack(after, module, scheme, tuple(tensor.shape))
+            unpacked = unpack_matrix(after, module, scheme, tuple(tensor.shape))
             assert torch.equal(unpacked.dequantize(), quantize_int4(tensor).plain(torch.float32))
             rounded.add(name)
         assert any("linear_attn" in name for name in rounded) and any(

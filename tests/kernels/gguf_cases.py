@@ -7,7 +7,7 @@ from torch import Tensor
 
 from spd.formats.gguf.block_types import BY_NAME
 from spd.kernels.linear.few_bits import GroupedWeight, pack_nibbles
-from spd.runtime.load.gguf_codes import PARTS
+from spd.runtime.load.gguf_codes import SPLITTERS
 from spd.runtime.models.gguf_forms import FORMS
 
 FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q6_K": (208,)}
@@ -33,7 +33,7 @@ def drawn_blocks(name: str, rows: int, columns: int) -> Tensor:
 def grouped(name: str, blocks: Tensor, rows: int) -> GroupedWeight:
     """Return blocks of a type as kernels take them: a weight [rows, K]."""
     spec = FORMS[name]
-    parts = {key: part.reshape(rows, -1) for key, part in PARTS[name](blocks).items()}
+    parts = {key: part.reshape(rows, -1) for key, part in SPLITTERS[name](blocks).items()}
     codes = parts.pop("codes")
     assert spec.group is not None
     scales = parts.pop("scales")

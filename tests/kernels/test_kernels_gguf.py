@@ -15,7 +15,7 @@ from spd.kernels.linear.skinny_linear import Norm
 from spd.kernels.linear.tiled_weight import StackedTiles, tile_weight
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import FLOAT32, ROUNDED, epilogue_of
-from spd.runtime.load.gguf_blocks import VALUES
+from spd.runtime.load.gguf_blocks import DEQUANTIZERS
 from spd.runtime.models.gguf_forms import FORMS
 from tests.kernels.forms import (
     ACTS,
@@ -36,7 +36,7 @@ MOST_BYTES = 1.04
 def test_codes_mean_what_blocks_mean(name: str) -> None:
     """Bit for bit, minus zero aside."""
     blocks = drawn_blocks(name, 64, 768)
-    expected = VALUES[name](blocks).view(64, 768)
+    expected = DEQUANTIZERS[name](blocks).view(64, 768)
     assert torch.equal(grouped(name, blocks, 64).plain(torch.float32), expected)
 
 
@@ -53,7 +53,7 @@ def test_tiles_mean_what_blocks_mean(
 ) -> None:
     """They take what was planned, for one matrix and for experts', made in strips of rows."""
     blocks = drawn_blocks(name, 12, columns)
-    expected = VALUES[name](blocks).view(12, columns)
+    expected = DEQUANTIZERS[name](blocks).view(12, columns)
     monkeypatch.setattr(tiled_weight, "STRIP_VALUES", 5 * columns)
     weight = grouped(name, blocks, 12)
     tiles = tile_weight(weight)
@@ -69,7 +69,7 @@ def test_tiles_of_steps_that_columns_do_not_fill_mean_what_blocks_mean(
 ) -> None:
     blocks = drawn_blocks(name, 5, columns)
     tiles = tile_weight(grouped(name, blocks, 5))
-    assert torch.equal(tiles.plain(torch.float32), VALUES[name](blocks).view(5, columns))
+    assert torch.equal(tiles.plain(torch.float32), DEQUANTIZERS[name](blocks).view(5, columns))
     assert sum(part.nbytes for part in tiles.tensors) <= FORMS[name].bytes_of((5, columns))
 
 
@@ -83,7 +83,7 @@ def test_triton_looks_rows_up_in_tiles(name: str) -> None:
         blocks[:, 0] = torch.arange(len(blocks)) % 253
     table = tile_weight(grouped(name, blocks, 100))
     ids = torch.tensor([99, 0, 31, 32, 16, 99])
-    expected = VALUES[name](blocks).view(100, 768)[ids]
+    expected = DEQUANTIZERS[name](blocks).view(100, 768)[ids]
     for form in (kernels, load_kernels("torch")):
         for dtype in (torch.float32, torch.float16):
             assert torch.equal(form.code_rows(ids, table, dtype), expected.to(dtype))

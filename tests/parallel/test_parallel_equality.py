@@ -12,7 +12,7 @@ from spd import demo_folder
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.checkpoint import Checkpoint
 from spd.runtime import EngineConfig, SamplingParams, make_plan
-from spd.runtime.load.loader import read_part
+from spd.runtime.load.loader import read_rank_part
 from spd.runtime.models import family_layout
 from spd.runtime.models.parameters import Shard
 from spd.runtime.models.weights import source_tensors
@@ -199,7 +199,7 @@ def test_parts_make_the_whole_and_nothing_is_read_twice(tiny: Tiny, tmp_path: Pa
             assert all(cut.keys() == cuts[0].keys() for cut in cuts) and len(cuts[0]) > 8
             for tensor in cuts[0]:
                 full_tensor = checkpoint.read(tensor)
-                parts = [read_part(checkpoint, tensor, cut[tensor]) for cut in cuts]
+                parts = [read_rank_part(checkpoint, tensor, cut[tensor]) for cut in cuts]
                 dim = cuts[0][tensor].dim
                 copies = 2 if "k_proj" in tensor or "v_proj" in tensor else 1
                 size = sum(part.shape[dim] for part in parts)

@@ -259,6 +259,6 @@ def test_ranges_of_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = write_tiny_gguf(tmp_path / "a.gguf", "Q5_K")
     with ModelFolder(file).checkpoint as opened:
         values = read_values(opened, "model.embed_tokens.weight")
-        monkeypatch.setattr(gguf_weights, "STRIP", 7 * SIZES["hidden"])
+        monkeypatch.setattr(gguf_weights, "STRIP_ELEMENTS", 7 * SIZES["hidden"])
         assert torch.equal(read_values(opened, "model.embed_tokens.weight"), values)
         assert torch.equal(read_values(opened, "model.embed_tokens.weight", (5, 9)), values[5:9])

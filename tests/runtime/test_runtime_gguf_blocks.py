@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spd.formats.gguf.block_types import BY_NAME, READABLE_TYPES
-from spd.runtime.load.gguf_blocks import VALUES
+from spd.runtime.load.gguf_blocks import DEQUANTIZERS
 
 VECTORS = [
     ("F32", {0: 1.8745865379404737e-24}),
@@ -46,14 +46,14 @@ def random_blocks(name: str, count: int) -> torch.Tensor:
 
 
 def test_every_type_that_is_read_has_values() -> None:
-    assert [*VALUES] == [*READABLE_TYPES]
+    assert [*DEQUANTIZERS] == [*READABLE_TYPES]
     assert [name for name, _ in VECTORS] == [*READABLE_TYPES]
 
 
 @pytest.mark.parametrize(("name", "expected"), VECTORS)
 def test_values_of_a_fixed_block_are_right(name: str, expected: dict[int, float]) -> None:
     numbers = [(7 * i + 3) % 120 for i in range(BY_NAME[name].nbytes)]
-    values = VALUES[name](torch.tensor([numbers], dtype=torch.uint8))
+    values = DEQUANTIZERS[name](torch.tensor([numbers], dtype=torch.uint8))
     assert values.shape == (1, BY_NAME[name].elements)
     assert {at: values[0, at].item() for at in expected} == expected
 
@@ -66,7 +66,7 @@ def test_values_equal_those_of_gguf(name: str) -> None:
     blocks = random_blocks(name, 3000)
     kind = gguf.GGMLQuantizationType[name]
     expected = torch.from_numpy(gguf.dequantize(blocks.numpy(), kind)).reshape(len(blocks), -1)
-    values = VALUES[name](blocks)
+    values = DEQUANTIZERS[name](blocks)
     assert torch.equal(values.isnan(), expected.isnan())
     is_number = ~expected.isnan()
     assert torch.equal(values[is_number].view(torch.int32), expected[is_number].view(torch.int32))

@@ -22,7 +22,7 @@ from spd.formats.folder import ModelFolder
 from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.linear.few_bits import quantize_int4, quantize_int8
 from spd.runtime import EngineConfig, make_plan
-from spd.runtime.load.packed_weights import unpack
+from spd.runtime.load.packed_weights import unpack_matrix
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from tests.helpers import compute_logits, edit_config, edit_weights, make_engine, read_weights_error
@@ -195,7 +195,7 @@ def test_every_matrix_equals_its_definition(twin: Path) -> None:
                 rows, columns = (torch.arange(size) // BLOCK for size in shape)
                 expected = tensors[name].float() * scales.float()[rows][:, columns]
                 assert torch.equal(
-                    unpack(checkpoint, module, scheme, shape).dequantize(), expected
+                    unpack_matrix(checkpoint, module, scheme, shape).dequantize(), expected
                 ), name
                 partial += scales.shape == (3, 5)
                 compared += 1

@@ -138,7 +138,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_refused(
         if way == "rank":
             with Checkpoint.open(victim) as checkpoint:
                 for name in checkpoint.tensors:
-                    loader.read_part(checkpoint, name, Cut(0, ((0, 8),)))
+                    loader.read_rank_part(checkpoint, name, Cut(0, ((0, 8),)))
         make_engine(model, **options)
     assert str(file) in caught.value.message and caught.value.exit_code == 4
 

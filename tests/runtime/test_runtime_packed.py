@@ -16,7 +16,7 @@ from spd.formats.json_file import Fields
 from spd.formats.quantized import read_quantization
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.load import packed_weights
-from spd.runtime.load.packed_weights import unpack, unpack_words
+from spd.runtime.load.packed_weights import unpack_matrix, unpack_words
 from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers
 from tests.helpers import (
@@ -43,7 +43,7 @@ UP = "model.layers.1.mlp.up_proj."
 def test_every_value_is_unpacked(
     way: str, rows: int, tmp_path: Path, monkeypatch: helpers.Patch
 ) -> None:
-    monkeypatch.setattr(packed_weights, "STRIP", 500)
+    monkeypatch.setattr(packed_weights, "STRIP_CODES", 500)
     shape = rows, 192
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(rows)) * 0.1
     stored: StoredMatrix = LAYOUTS[way][1](weight)
@@ -57,7 +57,7 @@ def test_every_value_is_unpacked(
     scheme = None if quantization is None else quantization.scheme_of("model.layers.0.mlp.up_proj")
     assert scheme is not None
     with Checkpoint.open(tmp_path) as checkpoint, torch.inference_mode():
-        matrix = unpack(checkpoint, "a.b", scheme, shape)
+        matrix = unpack_matrix(checkpoint, "a.b", scheme, shape)
     assert torch.equal(matrix.dequantize(), stored.values)
     assert (matrix.group == 1) == (way == "gptq-order")
     assert (stored.values - weight).abs().mean() < 0.3 * weight.abs().mean(), "close to the weight"
@@ -355,7 +355,7 @@ def test_values_that_are_not_finite_make_their_scales_nan(
     scheme = quantization.scheme_of("a.b")
     assert scheme is not None
     with Checkpoint.open(tmp_path) as checkpoint:
-        matrix = unpack(checkpoint, "a.b", scheme, (64, 64))
+        matrix = unpack_matrix(checkpoint, "a.b", scheme, (64, 64))
     assert matrix.scales[5].isnan().any()
     plain = matrix.dequantize()
     assert plain[5, 40].isnan()

@@ -64,7 +64,7 @@ class Sums:
         cut = (4, 64) if x.shape[0] in self.odd else (64, 4)
         return terms.view((*terms.shape[:2], *cut)).sum(-1).cumsum(-1)[..., -1]
 
-    def product(self, x: Tensor, tile: int) -> Tensor:
+    def multiply_in_tiles(self, x: Tensor, tile: int) -> Tensor:
         return self.exact(x).bfloat16()
 
     def rounding_error(self, x: Tensor, y: Tensor) -> Tensor | None:
@@ -84,7 +84,9 @@ def test_another_order_of_a_sum_refuses_a_row_count_though_rounding_hides_it(
     differing = [
         w
         for w in odd
-        if not torch.equal(product.product(x[:w], w), product.product(x, WIDEST_BUCKET)[:w])
+        if not torch.equal(
+            product.multiply_in_tiles(x[:w], w), product.multiply_in_tiles(x, WIDEST_BUCKET)[:w]
+        )
     ]
     assert differing == [], "no result differs"
     assert arithmetic_probe.widths_with_matching_sum_order(cast(Linear, product), widths) == tuple(
@@ -96,7 +98,7 @@ def test_products_report_their_rounding_error() -> None:
     plain = torch.randn(48, 64).bfloat16()
     product = Linear(plain, torch.bfloat16)
     x = torch.randn(4, 64).bfloat16()
-    y = product.product(x, WIDEST_BUCKET)
+    y = product.multiply_in_tiles(x, WIDEST_BUCKET)
     error = product.rounding_error(x, y)
     if error is None:
         pytest.skip("no bfloat16 products on this processor")

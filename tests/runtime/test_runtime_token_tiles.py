@@ -119,7 +119,7 @@ def test_stored_limits_are_for_one_gpu_alone(tmp_path: Path) -> None:
 
 def test_a_device_starts_with_stored_or_tested_limits(tmp_path: Path, monkeypatch: Patch) -> None:
     bound = {"capability": "9.0", "gpu": "x", "triton": "3.6.1"}
-    monkeypatch.setattr(token_tiles, "kernel_environment", lambda device: bound)
+    monkeypatch.setattr(token_tiles, "describe_kernel_environment", lambda device: bound)
     assert find_tile_limits("cuda", lambda: tmp_path) == (
         {"bfloat16": 64},
         "shown on its architecture",
@@ -127,7 +127,9 @@ def test_a_device_starts_with_stored_or_tested_limits(tmp_path: Path, monkeypatc
     store_tile_limits(lambda: tmp_path, bound, LIMITS)
     assert find_tile_limits("cuda", lambda: tmp_path) == (LIMITS, "as this GPU answered spd doctor")
     for other in ({"capability": "8.9"}, {"triton": "3.7.0"}):
-        monkeypatch.setattr(token_tiles, "kernel_environment", lambda device, o=other: bound | o)
+        monkeypatch.setattr(
+            token_tiles, "describe_kernel_environment", lambda device, o=other: bound | o
+        )
         unknown = find_tile_limits("cuda", lambda: tmp_path)
         assert unknown == ({}, "spd doctor has not asked this GPU")
     assert find_tile_limits("cpu", lambda: tmp_path)[0] == {} and set(LIMITS) == set(WEIGHT_DTYPES)
@@ -163,7 +165,9 @@ def test_the_doctor_checks_each_kind_of_gpu_once(tmp_path: Path, monkeypatch: Pa
     for name, stand_in in cuda.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(
-        tile_checks, "kernel_environment", lambda device: {"gpu": str(capabilities[device.index])}
+        tile_checks,
+        "describe_kernel_environment",
+        lambda device: {"gpu": str(capabilities[device.index])},
     )
     monkeypatch.setattr(
         tile_checks, "widest_exact_tiles", lambda load, device: dict.fromkeys(WEIGHT_DTYPES, 32)

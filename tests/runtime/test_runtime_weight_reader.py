@@ -17,7 +17,13 @@ from torch import Tensor
 
 from spd.errors import CheckpointError
 from spd.formats.checkpoint import TORCH_NAMES, Checkpoint
-from spd.runtime.load.weight_reader import BUFFERS, Buffer, Chunk, plan_chunks, read_tensors
+from spd.runtime.load.weight_reader import (
+    BUFFERS_A_THREAD,
+    Buffer,
+    Chunk,
+    plan_chunks,
+    read_tensors,
+)
 from tests.helpers import Patch
 
 CODES = {getattr(torch, name): code for code, name in TORCH_NAMES.items()}
@@ -135,12 +141,12 @@ class LateBuffer(Buffer):
     due: Chunk | None = None
     was_used = False
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         if self.due is not None:
-            super().copy(self.due)
+            super().start_copy(self.due)
         self.due = None
 
-    def copy(self, chunk: Chunk) -> None:
+    def start_copy(self, chunk: Chunk) -> None:
         """Keep the chunk until the buffer is waited for."""
         assert self.due is None
         self.due = chunk
@@ -158,7 +164,7 @@ def test_a_buffer_is_reused_only_after_its_copies(mixed: Checkpoint, threads: in
 
     read_tensors(mixed, views, threads=threads, chunk_bytes=128, buffer=make)
     assert all(torch.equal(view, mixed.read(name).float()) for name, view in views.items())
-    assert [buffer.was_used for buffer in buffers] == [True] * (threads * BUFFERS)
+    assert [buffer.was_used for buffer in buffers] == [True] * (threads * BUFFERS_A_THREAD)
 
 
 def test_short_reads_are_continued(mixed: Checkpoint, monkeypatch: Patch) -> None:

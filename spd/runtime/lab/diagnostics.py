@@ -218,9 +218,9 @@ def check_cuda_devices() -> Finding:
     """List every CUDA device with its memory, and the driver."""
     import torch
 
-    from spd.runtime.load.token_tiles import driver_version
+    from spd.runtime.load.token_tiles import nvidia_driver_version
 
-    driver = driver_version()
+    driver = nvidia_driver_version()
     devices: list[CudaDevice] = []
     facts = {"devices": devices, "driver": driver}
     if not torch.cuda.is_available():

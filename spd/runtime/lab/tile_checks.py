@@ -20,7 +20,6 @@ from spd.kernels.seeded import seeded_generator
 from spd.runtime.load.token_tiles import (
     WEIGHT_DTYPES,
     TokenTileLimits,
-    kernel_environment,
     store_tile_limits,
 )
 from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
@@ -45,7 +44,7 @@ def find_widest_tiles(cache: Callable[[], Path]) -> list[TileAnswer]:
     """Measure each kind of GPU here that runs the kernels, and store the answers."""
     answers: list[TileAnswer] = []
     for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
-        bound = kernel_environment(device)
+        bound = describe_kernel_environment(device)
         capability = torch.cuda.get_device_capability(device)
         if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
             continue

@@ -77,7 +77,7 @@ class OutputHead(Protocol):
 
 
 def apply_in_tiles(apply: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
-    """Apply a function to x [T, ...], at most `tile` rows a call.
+    """Return the results of a function of x [T, ...], called with at most `tile` rows at a time.
 
     The last partial tile has a bucket's size.
     """
@@ -97,10 +97,7 @@ def normalize_stream(stream: Residual, weight: Tensor, epsilon: float, kernels: 
 
 
 def activation_steps(act: Activation | None) -> tuple[RowStep, ...]:
-    """Return the step of an activation by torch's operations.
-
-    No step where there is no activation.
-    """
+    """Return the one step that applies an activation by torch's operations; none for None."""
     return () if act is None else (partial(activate, act=act),)
 
 

@@ -33,9 +33,8 @@ def _scale_llama3(inverse: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _scale_yarn(inverse: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """Interpolate dimensions that rotate rarely over the original context.
-
-    Keep those that rotate often.
+    """Return frequencies divided by the factor where they rotate rarely over the original context,
+    and unchanged where they rotate often, with a ramp between.
     """
     original = float(rope.original_max_positions or 4096)
 
@@ -70,7 +69,9 @@ def attention_factor(rope: RopeConfig) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return float32 [D / 2] angles a position, by the kind of `rope`."""
+    """Return the angles in radians that each position adds, float32 [D / 2], by the kind of
+    `rope`.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":

@@ -66,7 +66,9 @@ class SkinnyLinear(OutputHead):
     def window(
         self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the result of `Kernels.linear` for rows x [T, K] of windows."""
+        """Return the product [T, N] of rows x [T, K] of windows, plus `residual`, and its sums of
+        squares; see `Kernels.linear`.
+        """
         return self.kernels.linear(
             x, self.weight, self.bias, self.workspace, norm=norm, residual=residual
         )
@@ -223,7 +225,9 @@ class SkinnyNormedProjection:
 
 
 def share_workspace(products: Sequence[SkinnyLinear], rows: int) -> None:
-    """Give products that run in turn one workspace, for up to `rows` rows."""
+    """Allocate one workspace for up to `rows` rows, and set it as that of products that run in
+    turn.
+    """
     partials = 0
     counters = 0
     for weight in (piece for product in products for piece in pieces_of(product.weight)):

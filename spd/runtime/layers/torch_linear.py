@@ -138,7 +138,7 @@ class Linear(OutputHead):
         self.weight = self.multiply.weight
         self.bias = bias
 
-    def product(self, x: Tensor, tile: int) -> Tensor:
+    def multiply_in_tiles(self, x: Tensor, tile: int) -> Tensor:
         """Return [T, N] of x [T, K], at most `tile` rows a call; see `apply_in_tiles`."""
         return apply_in_tiles(self.multiply, x, tile)
 
@@ -159,7 +159,7 @@ class Linear(OutputHead):
 
     def logits(self, hidden: Tensor, tile: int) -> Tensor:
         """Return float32 logits [T, V] of hidden [T, hidden]."""
-        return self.product(hidden, tile).float()
+        return self.multiply_in_tiles(hidden, tile).float()
 
 
 class TorchProjection:
@@ -177,7 +177,7 @@ class TorchProjection:
         x = stream.x
         for step in self.steps_before:
             x = step(x)
-        y = self.product.product(x, batch.tile)
+        y = self.product.multiply_in_tiles(x, batch.tile)
         for step in self.steps_after:
             y = step(y)
         return y
@@ -192,7 +192,7 @@ class TorchResidualProjection:
 
     def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
         """Return the stream [T, N] plus the product of x [T, K]."""
-        y = self.product.product(x, batch.tile)
+        y = self.product.multiply_in_tiles(x, batch.tile)
         for step in self.steps_after:
             y = step(y)
         return Residual(stream.x + y)

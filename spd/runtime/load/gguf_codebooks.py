@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-FILE = Path(__file__).with_name("gguf_codebooks.bin")
-DELTA = 0.125
+CODEBOOK_FILE = Path(__file__).with_name("gguf_codebooks.bin")
+IQ1_DELTA = 0.125
 """The offset of IQ1's entries, added or subtracted."""
 
 
@@ -53,8 +53,8 @@ IQ1 = Codebook(5120, 2048, 8, (-1, 0, 1))
 
 @cache
 def read_entries(codebook: Codebook) -> Tensor:
-    """Return a codebook's entries: float32 [entries, coordinates]."""
-    data = FILE.read_bytes()[codebook.offset : codebook.offset + codebook.nbytes]
+    """Read a codebook's entries from the file: float32 [entries, coordinates]; they are cached."""
+    data = CODEBOOK_FILE.read_bytes()[codebook.offset : codebook.offset + codebook.nbytes]
     packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     count = 8 // codebook.bits
     mask = (1 << codebook.bits) - 1
@@ -63,7 +63,7 @@ def read_entries(codebook: Codebook) -> Tensor:
     return levels[codes.flatten().int()].view(codebook.entries, codebook.coordinates)
 
 
-def _look_up(codebook: Codebook, codes: Tensor) -> Tensor:
+def _look_up_entries(codebook: Codebook, codes: Tensor) -> Tensor:
     """Return the entries of codes int32 [...]: float32 [..., coordinates]."""
     return read_entries(codebook).to(codes.device)[codes]
 
@@ -106,7 +106,7 @@ def _scale_entries(scales: Tensor, entries: Tensor, signs: Tensor) -> Tensor:
     return (scales[:, :, None] * entries.reshape(shape) * signs.reshape(shape)).flatten(1)
 
 
-def iq2_xxs(blocks: Tensor) -> Tensor:
+def dequantize_iq2_xxs(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, then for 32 elements 4 bytes of codes, 4 of 7 bits of signs each
     and 4 bits of a scale.
     """
@@ -115,27 +115,31 @@ def iq2_xxs(blocks: Tensor) -> Tensor:
     scales = _read_float16(blocks, 0) * (0.5 + (words[..., 1] >> 28).float()) * 0.25
     shifts = torch.tensor([0, 7, 14, 21], device=blocks.device)
     signs = _unpack_even_signs(words[..., 1, None] >> shifts & 0x7F)
-    return _scale_entries(scales, _look_up(IQ2_XXS, codes), signs)
+    return _scale_entries(scales, _look_up_entries(IQ2_XXS, codes), signs)
 
 
-def iq2_xs(blocks: Tensor) -> Tensor:
+def dequantize_iq2_xs(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, 32 codes of 9 bits with 7 of signs, 8 bytes of two scales each."""
     words = _read_words(blocks[:, 2:66], torch.int16)
     scales = _read_float16(blocks, 0) * (0.5 + _unpack_nibbles(blocks[:, 66:]).float()) * 0.25
-    return _scale_entries(scales, _look_up(IQ2_XS, words & 511), _unpack_even_signs(words >> 9))
+    return _scale_entries(
+        scales, _look_up_entries(IQ2_XS, words & 511), _unpack_even_signs(words >> 9)
+    )
 
 
-def iq2_s(blocks: Tensor) -> Tensor:
+def dequantize_iq2_s(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, 32 bytes of codes, 32 of signs, 8 of two high bits of codes, 8 of
     two scales.
     """
     high = blocks[:, 66:74, None] >> torch.tensor([0, 2, 4, 6], device=blocks.device) & 3
     codes = blocks[:, 2:34].int() | high.flatten(1).int() << 8
     scales = _read_float16(blocks, 0) * (0.5 + _unpack_nibbles(blocks[:, 74:]).float()) * 0.25
-    return _scale_entries(scales, _look_up(IQ2_S, codes), _unpack_signs(blocks[:, 34:66].int()))
+    return _scale_entries(
+        scales, _look_up_entries(IQ2_S, codes), _unpack_signs(blocks[:, 34:66].int())
+    )
 
 
-def iq3_xxs(blocks: Tensor) -> Tensor:
+def dequantize_iq3_xxs(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, 64 bytes of codes, then for 32 elements 4 of 7 bits of signs and
     4 bits of a scale.
     """
@@ -143,35 +147,37 @@ def iq3_xxs(blocks: Tensor) -> Tensor:
     scales = _read_float16(blocks, 0) * (0.5 + (words >> 28).float()) * 0.5
     shifts = torch.tensor([0, 7, 14, 21], device=blocks.device)
     signs = _unpack_even_signs(words[..., None] >> shifts & 0x7F)
-    return _scale_entries(scales, _look_up(IQ3_XXS, blocks[:, 2:66].int()), signs)
+    return _scale_entries(scales, _look_up_entries(IQ3_XXS, blocks[:, 2:66].int()), signs)
 
 
-def iq3_s(blocks: Tensor) -> Tensor:
+def dequantize_iq3_s(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, 64 bytes of codes, 8 of their high bits, 32 of signs, 4 of two
     scales.
     """
     high = blocks[:, 66:74, None] >> torch.arange(8, device=blocks.device) & 1
     codes = blocks[:, 2:66].int() | high.flatten(1).int() << 8
     scales = _read_float16(blocks, 0) * (1 + 2 * _unpack_nibbles(blocks[:, 106:])).float()
-    return _scale_entries(scales, _look_up(IQ3_S, codes), _unpack_signs(blocks[:, 74:106].int()))
+    return _scale_entries(
+        scales, _look_up_entries(IQ3_S, codes), _unpack_signs(blocks[:, 74:106].int())
+    )
 
 
-def iq1_s(blocks: Tensor) -> Tensor:
+def dequantize_iq1_s(blocks: Tensor) -> Tensor:
     """Dequantize blocks of d f16, 32 low bytes of codes, and a word for every 32 elements.
 
-    A word has the 3 high bits of 4 codes, a scale of 3 bits, and the sign of DELTA, which is added
-    to the entries.
+    A word has the 3 high bits of 4 codes, a scale of 3 bits, and the sign of IQ1_DELTA, which is
+    added to the entries.
     """
     words = _read_words(blocks[:, 34:], torch.int16)
     scales = _read_float16(blocks, 0) * (2 * (words >> 12 & 7) + 1).float()
-    deltas = torch.where(words & 0x8000 == 0, DELTA, -DELTA)
+    deltas = torch.where(words & 0x8000 == 0, IQ1_DELTA, -IQ1_DELTA)
     shifts = torch.tensor([0, 3, 6, 9], device=blocks.device)
     high = (words[..., None] >> shifts & 7).flatten(1)
-    entries = _look_up(IQ1, blocks[:, 2:34].long() | high << 8).reshape(len(blocks), 8, 32)
+    entries = _look_up_entries(IQ1, blocks[:, 2:34].long() | high << 8).reshape(len(blocks), 8, 32)
     return (scales[:, :, None] * (entries + deltas[:, :, None])).flatten(1)
 
 
-def iq1_m(blocks: Tensor) -> Tensor:
+def dequantize_iq1_m(blocks: Tensor) -> Tensor:
     """Dequantize blocks of 32 bytes of codes, 16 of two of 3 high bits and a move, 4 words of 4
     scales and a part of d f16.
     """
@@ -187,7 +193,7 @@ def iq1_m(blocks: Tensor) -> Tensor:
     shifts = torch.tensor([0, 3, 6, 9], device=blocks.device)
     scales = d * (2 * (words[..., None] >> shifts & 7).flatten(1) + 1).float()
     high = _unpack_nibbles(blocks[:, 32:48]).long()
-    deltas = torch.where(high & 8 == 0, DELTA, -DELTA)
-    entries = _look_up(IQ1, blocks[:, :32].long() | (high & 7) << 8)
+    deltas = torch.where(high & 8 == 0, IQ1_DELTA, -IQ1_DELTA)
+    entries = _look_up_entries(IQ1, blocks[:, :32].long() | (high & 7) << 8)
     values = (entries + deltas[..., None]).reshape(len(blocks), 16, 16)
     return (scales[:, :, None] * values).flatten(1)

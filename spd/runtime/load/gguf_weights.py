@@ -17,19 +17,22 @@ from spd.formats.gguf.container import GgufTensor
 from spd.formats.gguf.model import GgufCheckpoint
 from spd.formats.gguf.tensors import StoredTensor
 from spd.kernels.linear.few_bits import QUANT_PARAMETERS, pack_nibbles
-from spd.runtime.load.gguf_blocks import VALUES
-from spd.runtime.load.gguf_codes import PARTS
+from spd.runtime.load.gguf_blocks import DEQUANTIZERS
+from spd.runtime.load.gguf_codes import SPLITTERS
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.builder import TensorFiller
 from spd.runtime.models.parameters import Cut, Cuts
 from spd.runtime.models.weights import part_name
 
-STRIP = 1 << 22
+STRIP_ELEMENTS = 1 << 22
 """Elements that are dequantized at a time: each takes about twenty bytes of temporary memory."""
 
 
 def make_gguf_filler(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -> TensorFiller:
-    """Return a filler of tensors with their values, or with the parts in `cuts`."""
+    """Return a function that fills views with a GGUF file's tensors, or with the parts in `cuts`.
+
+    Views of uint8 get codes, others values. Each tensor is reported to `meter`.
+    """
 
     def fill(views: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
@@ -48,7 +51,7 @@ def make_gguf_filler(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -
                 values = read_original_values(checkpoint, stored)
                 view.copy_(torch.cat(cut.slices(values), cut.dim))
             elif not stored.changes:
-                _dequantize(checkpoint, stored.parts[0], view)
+                _dequantize_into(checkpoint, stored.parts[0], view)
             else:
                 view.copy_(read_original_values(checkpoint, stored))
             meter.advance(view.nbytes)
@@ -57,9 +60,9 @@ def make_gguf_filler(checkpoint: GgufCheckpoint, meter: LoadMeter, cuts: Cuts) -
 
 
 def read_values(checkpoint: Checkpoint, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-    """Return a tensor of a checkpoint as it is stored, of a GGUF file in float32.
+    """Read a tensor of a checkpoint as it is stored, or of a GGUF file dequantized to float32.
 
-    rows: a range of them.
+    rows: the first row and the end of those that are returned; None: all.
     """
     if not isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.read(name, rows)
@@ -68,11 +71,13 @@ def read_values(checkpoint: Checkpoint, name: str, rows: tuple[int, int] | None 
 
 
 def read_original_values(checkpoint: GgufCheckpoint, stored: StoredTensor) -> Tensor:
-    """Return the values of a tensor before it was converted: float32, in its original shape."""
+    """Read a tensor of a GGUF file, dequantize it and undo its conversion: float32, in the original
+    shape.
+    """
     parts = []
     for part in stored.parts:
         values = torch.empty(part.shape)
-        _dequantize(checkpoint, part, values)
+        _dequantize_into(checkpoint, part, values)
         parts.append(values)
     for change in stored.changes:
         parts = [undo_change(change, parts)]
@@ -161,7 +166,9 @@ def _write_codes(
 
 
 def _original_row_order(stored: StoredTensor) -> Tensor:
-    """Return the row of the file's concatenated parts that each row of a matrix is: int64 [rows]."""
+    """Return, for each row of the original matrix, its row in the file's concatenated parts: int64
+    [rows].
+    """
     first = 0
     parts = []
     for part in stored.parts:
@@ -173,26 +180,28 @@ def _original_row_order(stored: StoredTensor) -> Tensor:
 
 
 def _read_code_strips(checkpoint: GgufCheckpoint, stored: StoredTensor) -> dict[str, list[Tensor]]:
-    """Return strips of codes [rows, K] and of quantization parameters, of all parts of a matrix."""
+    """Read all parts of a matrix as strips of codes [rows, K] and of quantization parameters, by
+    name.
+    """
     strips: dict[str, list[Tensor]] = {}
     for part in stored.parts:
         rows, columns = part.shape
-        step = max(1, STRIP // columns)
+        step = max(1, STRIP_ELEMENTS // columns)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             blocks = checkpoint.read_rows(part, first, count).view(-1, part.type.nbytes)
-            for name, numbers in PARTS[part.type.name](blocks).items():
+            for name, numbers in SPLITTERS[part.type.name](blocks).items():
                 strips.setdefault(name, []).append(numbers.reshape(count, -1))
     return strips
 
 
-def _dequantize(checkpoint: GgufCheckpoint, part: GgufTensor, view: Tensor) -> None:
-    """Write a part's values into a view of as many elements, some rows at a time."""
+def _dequantize_into(checkpoint: GgufCheckpoint, part: GgufTensor, view: Tensor) -> None:
+    """Read and dequantize a part, and write its values into a view of as many elements, by rows."""
     columns = part.shape[-1]
     rows = view.view(-1, columns)
-    step = max(1, STRIP // columns)
+    step = max(1, STRIP_ELEMENTS // columns)
     for first in range(0, len(rows), step):
         strip = rows[first : first + step]
         stored = checkpoint.read_rows(part, first, len(strip)).to(view.device)
         blocks = stored.view(-1, part.type.nbytes)
-        strip.copy_(VALUES[part.type.name](blocks).view(len(strip), columns))
+        strip.copy_(DEQUANTIZERS[part.type.name](blocks).view(len(strip), columns))

@@ -54,8 +54,8 @@ from spd.runtime.models.parameters import Cut, Cuts
 from spd.runtime.models.weights import HeadPart, HeadRules, ModelLayout, SharedTable
 
 
-def read_part(checkpoint: Checkpoint, name: str, cut: Cut) -> Tensor:
-    """Return a rank's part of a tensor.
+def read_rank_part(checkpoint: Checkpoint, name: str, cut: Cut) -> Tensor:
+    """Read a rank's part of a tensor.
 
     Of cut rows only they are read; for cut columns the tensor is read.
     """
@@ -65,12 +65,12 @@ def read_part(checkpoint: Checkpoint, name: str, cut: Cut) -> Tensor:
 
 
 def make_direct_filler(checkpoint: Checkpoint, meter: LoadMeter, cuts: Cuts) -> TensorFiller:
-    """Return a filler that reads one tensor at a time into its view, or the part in `cuts`."""
+    """Return a function that reads one tensor at a time into its view, or the part in `cuts`."""
 
     def fill(views: Mapping[str, Tensor]) -> None:
         for name, view in views.items():
             if (cut := cuts.get(name)) is not None:
-                view.copy_(read_part(checkpoint, name, cut))
+                view.copy_(read_rank_part(checkpoint, name, cut))
             else:
                 checkpoint.read(name, into=view)
             meter.advance(view.nbytes)
@@ -85,7 +85,10 @@ def make_checkpoint_filler(
     execution: ExecutionConfig,
     meter: LoadMeter,
 ) -> TensorFiller:
-    """Return the filler for a device and for quantized weights, of a rank's part of a layout."""
+    """Return the function that fills views with a checkpoint's tensors, or a rank's part of them.
+
+    It suits the device, the file's format and its quantization.
+    """
     sources = weights.source_tensors(config, layout.sharded(execution.shard))
     cuts = {name: source.cut for name, source in sources.items() if source.cut is not None}
     if isinstance(checkpoint, GgufCheckpoint):
@@ -115,7 +118,8 @@ DUMMY_DOWN_GAIN = 4.0
 
 
 def make_dummy_filler(device: str, is_tied: bool, meter: LoadMeter) -> TensorFiller:
-    """Return a filler with normal numbers, the same ones each time on one kind of device.
+    """Return a function that fills views with normal numbers, the same ones each time on one
+    device.
 
     Norms are ones, and products have the size of their inputs, so that nothing overflows however
     deep the model is, and the likeliest token depends on the text.
@@ -144,7 +148,9 @@ def _dummy_std(name: str, view: Tensor, is_tied: bool) -> float:
 
 
 def _fill_tensors(allocator: WeightAllocator, fill: TensorFiller, layout: ModelLayout) -> None:
-    """Fill the allocated tensors; add 1 to scales of norms that are stored minus 1."""
+    """Fill the tensors allocated since the last call; add 1 to norms' scales that are stored minus
+    1.
+    """
     views = allocator.take_views()
     fill(views)
     if layout.centred_norm:
@@ -154,7 +160,10 @@ def _fill_tensors(allocator: WeightAllocator, fill: TensorFiller, layout: ModelL
 
 
 def decoder_part(config: ModelConfig, checkpoint: Checkpoint | None = None) -> HeadPart:
-    """Return the part of a decoder, which shares no tables, checked against a checkpoint."""
+    """Return a full decoder as a `HeadPart`, which shares no tables, checked against a checkpoint.
+
+    Logs warnings of unused tensors. Raises CheckpointError for missing or misshapen ones.
+    """
     layout = family_layout(config)
     if checkpoint is not None:
         weights.warn_index_notes(checkpoint)
@@ -184,7 +193,8 @@ class ModelBuilder:
         target: Decoder | None = None,
         extra_tables: Mapping[str, Tensor] | None = None,
     ) -> Decoder:
-        """Return a decoder whose tensors `fill` writes, or a part of a head of `target`.
+        """Allocate the tensors of a decoder, or of a part of a head of `target`, have `fill` write
+        them, and return the model.
 
         extra_tables: tables from another source; the target's are used for missing ones.
         """
@@ -250,10 +260,11 @@ class ModelBuilder:
     def _make_embedding_and_head(
         self, tables: BlockTensors, ids: Tensor | None, target: Decoder | None
     ) -> tuple[AnyEmbedding, OutputHead]:
-        """Return the embedding and the output head of the tables, or the target's.
+        """Return the embedding and the output head made of `tables`, or the target's where these
+        have none.
 
-        Tables that are packed are removed. ids: the token of each row, for a head over some of the
-        target's ids.
+        Tables that the results have packed are removed from `tables`. ids: the token of each row,
+        for a head over some of the target's ids.
         """
         vocab_size = self.config.vocab_size
         is_tied = target is None and "head" not in tables
@@ -341,7 +352,8 @@ class HeadSource:
     def read_tables(
         self, part: HeadPart, checkpoint: Checkpoint | None, execution: ExecutionConfig
     ) -> dict[str, Tensor]:
-        """Return the tables that the head does not share with its target.
+        """Read the tables that the head does not share with its target: a rank's rows, on the
+        device.
 
         One that equals the target's is read only where the head is separate.
         """
@@ -359,7 +371,10 @@ class HeadSource:
         checkpoint: Checkpoint | None,
         rows: tuple[int, int],
     ) -> Tensor | None:
-        """Return a range of rows of a table, None if the head uses the target's."""
+        """Read rows `rows[0]` to `rows[1]` of a table; return None if the head uses the target's.
+
+        key: "embedding" or "head".
+        """
         first, end = rows
         if checkpoint is None:
             if not self.is_separate:

@@ -32,7 +32,7 @@ from spd.runtime.models.weights import part_name
 Stored = Mapping[str, Tensor]
 E8M0_NAN = 255
 """The NaN of a scale that is an exponent of two."""
-STRIP = 2**22
+STRIP_CODES = 2**22
 """Codes of odd widths that are unpacked at a time: each takes several times eight bytes meanwhile.
 """
 logger = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class UnpackedMatrix:
         """Return the values, float32 [N, K]."""
         return dequantize(self.kind, self.codes, self.scales, self.zeros, self.group)
 
-    def cut(self, cut: Cut) -> UnpackedMatrix:
-        """Return a rank's part; columns are cut between groups."""
+    def cut_to_rank(self, cut: Cut) -> UnpackedMatrix:
+        """Return the part of the matrix that `cut` gives a rank; columns are cut between groups."""
         per_group = cut
         if cut.dim and self.scales.shape[1] > 1:
             ranges = tuple((first // self.group, end // self.group) for first, end in cut.ranges)
@@ -88,8 +88,8 @@ def make_unpacking_filler(
     meter: LoadMeter,
     cuts: Cuts,
 ) -> TensorFiller:
-    """Return a filler that unpacks quantized matrices one at a time, and fills other tensors by
-    `fill`.
+    """Return a function that fills views with quantized matrices, unpacked one at a time, and with
+    other tensors by `fill`.
 
     shapes: the shapes of complete matrices.
     """
@@ -104,14 +104,14 @@ def make_unpacking_filler(
             if module_scheme is None:
                 continue
             module, scheme = module_scheme
-            matrix = unpack(checkpoint, module, scheme, shapes[name])
+            matrix = unpack_matrix(checkpoint, module, scheme, shapes[name])
             cut = cuts.get(name)
             parameters = {
                 part: other_views.pop(part_name(name, part), None) for part in ("scales", "zeros")
             }
             del other_views[name]
             if view.dtype == torch.uint8:
-                rank_matrix = matrix if cut is None else matrix.cut(cut)
+                rank_matrix = matrix if cut is None else matrix.cut_to_rank(cut)
                 write_packed(
                     checkpoint=checkpoint,
                     name=name,
@@ -138,6 +138,8 @@ def write_packed(
 ) -> None:
     """Write a matrix as codes into a uint8 view, and its scales and zeros into the views of
     `parameters`.
+
+    Raises CheckpointError where columns of a group are not neighbours.
     """
     if matrix.group == 1 < matrix.codes.shape[1]:
         message = "columns of a group are not neighbours, though quantization_config says so"
@@ -152,10 +154,13 @@ def write_packed(
         zeros.copy_(default if matrix.zeros is None else matrix.zeros)
 
 
-def unpack(checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape) -> UnpackedMatrix:
-    """Return the matrix [N, K] of a module.
+def unpack_matrix(
+    checkpoint: Checkpoint, module: str, scheme: Scheme, shape: Shape
+) -> UnpackedMatrix:
+    """Read and unpack the quantized matrix [N, K] of a module.
 
-    Raises CheckpointError where its tensors contradict the scheme.
+    Logs a warning of values that are not finite. Raises CheckpointError where the module's tensors
+    contradict the scheme.
     """
     stored = {suffix: checkpoint.read(f"{module}.{suffix}") for suffix in scheme.tensors(shape)}
     for suffix, tensor in stored.items():
@@ -284,7 +289,7 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     shift = first % 32
     following = (word + 1).clamp(max=max(0, words.shape[1] - 1))
     codes = torch.empty(words.shape[0], count, dtype=torch.uint8)
-    step = max(1, STRIP // max(1, count))
+    step = max(1, STRIP_CODES // max(1, count))
     for row in range(0, words.shape[0], step):
         wide = words[row : row + step].long() & 0xFFFFFFFF
         aligned = wide[:, word] >> shift | wide[:, following] << (32 - shift)

@@ -22,9 +22,9 @@ Progress = Callable[[LoadProgress], None]
 
 
 class LoadMeter:
-    """Counts the bytes that several models load together.
+    """Counts the bytes of weights that several models load together, and reports them.
 
-    Reports in the thread that builds the engine.
+    report: called in the thread that builds the engine. total: the bytes of all of them.
     """
 
     def __init__(self, report: Progress | None = None, total: int = 0) -> None:

@@ -29,17 +29,17 @@ Another Triton may add up a tile in another order.
 """
 
 
-def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver, None without one."""
+def nvidia_driver_version() -> str | None:
+    """Read the version of NVIDIA's driver from /proc; None without one."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
     except (OSError, IndexError):
         return None
 
 
-def kernel_environment(device: torch.device) -> dict[str, str]:
-    """Return the GPU, and the versions of all that compiles and runs its kernels: a check is valid
-    for these.
+def describe_kernel_environment(device: torch.device) -> dict[str, str]:
+    """Return the kernel environment of a GPU, by name: the GPU, its capability, and the versions of
+    its driver, torch, Triton and spd. A check of tiles is valid for these alone.
     """
     import triton
 
@@ -49,46 +49,50 @@ def kernel_environment(device: torch.device) -> dict[str, str]:
     return {
         "gpu": properties.name,
         "capability": capability,
-        "driver": driver_version() or "unknown",
+        "driver": nvidia_driver_version() or "unknown",
         **versions,
     }
 
 
-def find_tile_limits(device: str, cache: Callable[[], Path]) -> tuple[TokenTileLimits, str]:
-    """Return a device's limits, and their origin in words.
+def find_tile_limits(device: str, cache_folder: Callable[[], Path]) -> tuple[TokenTileLimits, str]:
+    """Return a device's limits, from the file of an earlier check or from the table, and their
+    origin in words.
 
-    cache: returns the folder of stored checks.
+    cache_folder: returns the folder with the files of checks.
     """
     if device == "cpu":
         return {}, "narrow ones suffice"
-    environment = kernel_environment(torch.device(device))
-    stored_limits = read_tile_limits(cache, environment)
+    kernel_environment = describe_kernel_environment(torch.device(device))
+    stored_limits = read_tile_limits(cache_folder, kernel_environment)
     if stored_limits is not None:
         return stored_limits, "as this GPU answered spd doctor"
-    compiler = ".".join(environment["triton"].split(".")[:2])
-    tested_limits = TESTED_LIMITS.get((environment["capability"], compiler))
+    compiler = ".".join(kernel_environment["triton"].split(".")[:2])
+    tested_limits = TESTED_LIMITS.get((kernel_environment["capability"], compiler))
     if tested_limits:
         return dict(tested_limits), "shown on its architecture"
     return {}, "spd doctor has not asked this GPU"
 
 
-def _limits_path(cache: Callable[[], Path], environment: Mapping[str, str]) -> Path:
-    """Return the file of the limits measured with a GPU, driver and libraries, the environment."""
-    name = hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:20]
-    return cache() / f"tiles-{name}.json"
+def _limits_path(cache_folder: Callable[[], Path], kernel_environment: Mapping[str, str]) -> Path:
+    """Return the path of the file with the limits checked in a kernel environment.
+
+    The file's name is a hash of `kernel_environment`; see `describe_kernel_environment`.
+    """
+    name = hashlib.sha256(json.dumps(kernel_environment, sort_keys=True).encode()).hexdigest()[:20]
+    return cache_folder() / f"tiles-{name}.json"
 
 
 def read_tile_limits(
-    cache: Callable[[], Path], environment: Mapping[str, str]
+    cache_folder: Callable[[], Path], kernel_environment: Mapping[str, str]
 ) -> TokenTileLimits | None:
-    """Return the stored limits of an environment.
+    """Read the limits that were checked in a kernel environment from their file.
 
     Return None unless the file can be read, belongs to the user and is for this environment.
     """
     with suppress(OSError, ValueError, TypeError, LookupError, RuntimeError):
-        data = json.loads(read_cached(_limits_path(cache, environment)))
+        data = json.loads(read_cached(_limits_path(cache_folder, kernel_environment)))
         limits: TokenTileLimits = data["widest"]
-        if data["for"] == environment and all(
+        if data["for"] == kernel_environment and all(
             dtype in WEIGHT_DTYPES and limits[dtype] in TOKEN_TILES for dtype in limits
         ):
             return dict(limits)
@@ -96,16 +100,16 @@ def read_tile_limits(
 
 
 def store_tile_limits(
-    cache: Callable[[], Path], environment: Mapping[str, str], limits: TokenTileLimits
+    cache_folder: Callable[[], Path], kernel_environment: Mapping[str, str], limits: TokenTileLimits
 ) -> str | None:
-    """Write an environment's limits to a file that only the user can read.
+    """Write the limits checked in a kernel environment to a file that only the user can read.
 
-    Return its path, or None where it cannot be written.
+    Creates its folder. Returns the file's path, or None where it cannot be written.
     """
     try:
-        path = _limits_path(cache, environment)
+        path = _limits_path(cache_folder, kernel_environment)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"for": environment, "widest": limits}), 0o600)
+        write_atomically(path, json.dumps({"for": kernel_environment, "widest": limits}), 0o600)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     return str(path)

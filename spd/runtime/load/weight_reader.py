@@ -23,9 +23,9 @@ from spd.formats.checkpoint import TORCH_NAMES, Checkpoint, read_exactly
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes of a buffer."""
-THREADS = 6
+READ_THREADS = 6
 """Threads that read."""
-BUFFERS = 2
+BUFFERS_A_THREAD = 2
 """Buffers of each thread: little pinned memory, and enough to fill the bus."""
 
 
@@ -55,11 +55,11 @@ class Buffer:
         """Return a chunk's elements [n], after its bytes were read."""
         return self._bytes[: chunk.nbytes].view(chunk.dtype)
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies have finished, so that the buffer may be written again."""
 
-    def copy(self, chunk: Chunk) -> None:
-        """Start copying a chunk to its target."""
+    def start_copy(self, chunk: Chunk) -> None:
+        """Copy a chunk, which has been read into this buffer, to its target."""
         chunk.target.copy_(self.elements(chunk))
 
 
@@ -79,12 +79,12 @@ class PinnedBuffer(Buffer):
         with torch.cuda.stream(self._stream):
             self._staging = torch.empty(nbytes if casts else 0, dtype=torch.uint8, device=device)
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies have finished."""
         self._copied.synchronize()
 
-    def copy(self, chunk: Chunk) -> None:
-        """Start copying a chunk to its target, on the buffer's stream."""
+    def start_copy(self, chunk: Chunk) -> None:
+        """Start copying a chunk to its target, on the buffer's stream; `wait_for_copies` waits."""
         with torch.cuda.stream(self._stream):
             source = self.elements(chunk)
             if chunk.dtype != chunk.target.dtype:
@@ -123,13 +123,12 @@ def read_tensors(
     destinations: Mapping[str, Tensor],
     *,
     advance: Callable[[int], None] = lambda nbytes: None,
-    threads: int = THREADS,
+    threads: int = READ_THREADS,
     chunk_bytes: int = CHUNK_BYTES,
     buffer: Callable[[int], Buffer] | None = None,
 ) -> None:
-    """Fill every destination, all on one device, from the tensor of its name.
-
-    Return when copies have finished.
+    """Fill every destination, all on one device, from the checkpoint's tensor of its name; return
+    when all copies have finished.
 
     advance: called in the caller's thread with a chunk's destination bytes, after it was read.
     buffer: makes a buffer of a size. After a CheckpointError destinations are undefined, and all
@@ -140,9 +139,9 @@ def read_tensors(
         return
     device = chunks[0].target.device
     threads = min(threads, len(chunks))
-    make_buffer = buffer or _choose_buffer(device, chunks)
+    make_buffer = buffer or _choose_buffer_maker(device, chunks)
     size = max(chunk.nbytes for chunk in chunks)
-    buffers = [make_buffer(size) for _ in range(threads * BUFFERS)]
+    buffers = [make_buffer(size) for _ in range(threads * BUFFERS_A_THREAD)]
     free = queue.SimpleQueue[Buffer]()
     for chunk_buffer in buffers:
         free.put(chunk_buffer)
@@ -153,10 +152,10 @@ def read_tensors(
         device_context = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         try:
             with torch.inference_mode(), device_context:
-                chunk_buffer.wait()
+                chunk_buffer.wait_for_copies()
                 view = chunk_buffer.view[: chunk.nbytes]
                 read_exactly(files[chunk.shard], view, chunk.offset, chunk.shard)
-                chunk_buffer.copy(chunk)
+                chunk_buffer.start_copy(chunk)
         finally:
             free.put(chunk_buffer)
         return chunk.target.nbytes
@@ -173,12 +172,12 @@ def read_tensors(
         # No thread outlives the call, even if it was interrupted.
         pool.shutdown(cancel_futures=True)
         for chunk_buffer in buffers:
-            chunk_buffer.wait()
+            chunk_buffer.wait_for_copies()
     checkpoint.check_unchanged()
 
 
-def _choose_buffer(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Buffer]:
-    """Return the function that makes buffers for a device."""
+def _choose_buffer_maker(device: torch.device, chunks: Sequence[Chunk]) -> Callable[[int], Buffer]:
+    """Return the function that makes a buffer of a number of bytes for copies to a device."""
     if device.type != "cuda":
         return Buffer
     casts = any(chunk.dtype != chunk.target.dtype for chunk in chunks)

@@ -62,7 +62,7 @@ def widths_with_matching_sum_order(product: Linear, widths: Sequence[int]) -> tu
     no rounding errors to compare.
     """
     x = product.make_example_rows(WIDEST_BUCKET)
-    widest_output = product.product(x, WIDEST_BUCKET)
+    widest_output = product.multiply_in_tiles(x, WIDEST_BUCKET)
     widest_errors = product.rounding_error(x, widest_output)
     if widest_errors is None:
         return tuple(widths)
