@@ -20,6 +20,7 @@ from spd.kernels.seeded import seeded_generator
 from spd.runtime.load.token_tiles import (
     WEIGHT_DTYPES,
     TokenTileLimits,
+    describe_kernel_environment,
     store_tile_limits,
 )
 from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
