@@ -1,4 +1,4 @@
-"""What an MTP module reads and keeps, in both forms: against float64, and written out with
+"""What an MTP module reads and keeps, in all forms: against float64, and written out with
 loops."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SIZE = 24
 VOCAB = 11
 EPSILON = 0.05
 STEM = "linear.head_input"
-pytestmark = pytest.mark.parametrize("op", ["torch", "triton"], indirect=True)
 
 
 @pytest.mark.covers(2)
+@pytest.mark.parametrize("op", ["torch", "triton"], indirect=True)
 @pytest.mark.parametrize("hidden_first", [False, True])
 @pytest.mark.parametrize("masked", [-1, 0, 5])
 @pytest.mark.parametrize(

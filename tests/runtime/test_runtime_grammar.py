@@ -198,6 +198,26 @@ def test_drafts_obey_the_grammar(
     assert counts[0] > counts[1] or method == "ngram", "masked drafts are cut off less often"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_with_masked_drafts_are_recorded(temperature: float) -> None:
+    """A record draws the drafts that the written round draws, by masks of its own grammar state."""
+    batch = requests(temperature, 60)[:2]
+    options: dict[str, Any] = {"spec": "mtp", "draft_max": 3, "slots": 1}
+    recorded, written = (
+        make_fast_engine(DEMO, graphs=graphs, **options) for graphs in (None, False)
+    )
+    runs, written_runs = (run_requests(engine, batch) for engine in (recorded, written))
+    assert [run.output for run in runs] == [run.output for run in written_runs]
+    assert [run.drafts for run in runs] == [run.drafts for run in written_runs]
+    counts = [run.metrics.draft_n_masked for run in runs]
+    assert counts == [run.metrics.draft_n_masked for run in written_runs] and min(counts) > 0
+    rounds = get_local_queue(recorded).captured
+    assert rounds is not None and written.round_queue.captured is None
+    replays = {shape: replay for shape, (replay, _) in rounds.captured.items()}
+    assert any(shape.needs.grammar and shape.next_k for shape in replays)
+    assert all(replay is not None for replay in replays.values())
+
+
 def test_what_is_forced_follows_the_allowed_drafts(target: Path, compiler: GrammarCompiler) -> None:
     """The grammar's state stays, and no more than the limit comes back."""
     encode = Tokenizer.open(target).encode

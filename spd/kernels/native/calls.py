@@ -57,7 +57,7 @@ STRUCTURES = {
     "router": "3P3l",
     "route": "5P6l2i2f",
     "experts": f"6P{WEIGHT_FORMAT}{WEIGHT_FORMAT}i2f9P7l",
-    "sample": "10P5l2i",
+    "sample": "11P7l2i",
     "short_conv": "2P2l5P4li",
     "delta_rule": "2P2l10P6li",
     "gated_norm": "4P5lfi",
@@ -141,6 +141,13 @@ class NativeCalls(TorchKernels):
             else ctypes.c_long(operand.data_ptr() if isinstance(operand, Tensor) else operand or 0)
             for operand in operands
         )
+        if self.calls is None:
+            function(*arguments)
+        else:
+            self.calls.append((function, arguments))
+
+    def call_host(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a Python function between C functions, or record the call."""
         if self.calls is None:
             function(*arguments)
         else:

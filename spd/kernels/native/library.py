@@ -5,7 +5,7 @@ rows."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -288,11 +288,12 @@ class NativeKernels(NativeRounds):
     ) -> tuple[Tensor, Tensor]:
         """Compute `Kernels.sample_rows` by C.
 
-        Bias, penalties, minimum length and masks are applied by torch.
+        Bias, penalties and minimum length are applied by torch.
         """
-        steps = (tensors.bias, tensors.generated, tensors.min_length, tensors.mask)
+        mask = tensors.mask
+        steps = (tensors.bias, tensors.generated, tensors.min_length)
         if any(step is not None for step in steps):
-            logits = adjust_rows(logits, draft, tensors)
+            logits = adjust_rows(logits, draft, replace(tensors, mask=None))
         logits = logits.contiguous()
         positions = positions.contiguous()
         slots, width, vocab = logits.shape
@@ -309,6 +310,7 @@ class NativeKernels(NativeRounds):
             tensors.top_k,
             tensors.seed,
             positions,
+            mask,
             tokens,
             finite,
             self.scratch_address(ceil_div(scratch_bytes, TILE_BYTES)),
@@ -317,6 +319,7 @@ class NativeKernels(NativeRounds):
             vocab,
             usable,
             stream,
+            *((0, 0) if mask is None else mask.stride()[:2]),
             tensors.noise,
             tensors.truncation,
         )

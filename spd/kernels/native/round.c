@@ -1,6 +1,7 @@
 /* The rows that a round feeds, its end, its times, and prompt lookup: contracts as of their torch forms. */
 
 #include <stdint.h>
+#include <string.h>
 #include <time.h>
 
 enum { BEGAN, VERIFIED, COMMITTED, ENDED };
@@ -73,6 +74,21 @@ void spd_committed_window(const Round *r, const Rows *to, const uint8_t *chosen,
             const int64_t *tokens = r->tokens + s * r->token_stride, *draft = r->draft + s * r->draft_stride;
             int64_t id = i < own ? tokens[position > 0 ? position : 0] : draft[i - own];
             put_row(r, to, s, i, id, position, chosen[s] && position >= least && position < r->draft_limit[s]);
+        }
+}
+
+/* Valid rows of `row` bytes, a slot's after a stride, into the ring of their slot, of `depth` rows and one more, and those
+   at the last position of a page of places into that page's row. */
+void spd_keep_states(const char *hidden, const int64_t *positions, const uint8_t *valid, const int64_t *places,
+    char *rings, char *pages, long slots, long width, long row, long slot_stride, long row_stride, long depth, long page)
+{
+    for (long s = 0; s < slots; s++)
+        for (long i = 0; i < width; i++) {
+            const char *from = hidden + s * slot_stride + i * row_stride;
+            long at = s * width + i;
+            if (!valid[at]) continue;
+            memcpy(rings + (s * (depth + 1) + positions[at] % depth) * row, from, row);
+            if (places[at] % page == page - 1) memcpy(pages + places[at] / page * row, from, row);
         }
 }
 

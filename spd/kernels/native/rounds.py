@@ -54,6 +54,30 @@ class NativeRounds(NativeProducts):
         self.call("draft_step", structure, rows_structure, sampled.contiguous(), step, k)
         return rows
 
+    def keep_states(
+        self, hidden: Tensor, rows: Rows, rings: Tensor, page_states: Tensor, page_size: int
+    ) -> None:
+        """Compute `Kernels.keep_states` by C; rings and page states are contiguous."""
+        slots, width, size = hidden.shape
+        element = hidden.element_size()
+        hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        self.call(
+            "keep_states",
+            hidden,
+            rows.positions.contiguous(),
+            rows.valid.contiguous(),
+            rows.kv_slots.contiguous(),
+            rings,
+            page_states,
+            slots,
+            width,
+            size * element,
+            hidden.stride(0) * element,
+            hidden.stride(1) * element,
+            rings.shape[1] - 1,
+            page_size,
+        )
+
     def round_commit(
         self,
         state: RoundTensors,

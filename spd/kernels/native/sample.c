@@ -13,10 +13,11 @@ enum { RADIX = 11, BINS = 1 << RADIX, BLOCK = 4 * SIDE };
 typedef struct {
     const float *logits, *temperature, *top_p, *min_p;
     const int64_t *top_k, *seed, *positions;
+    const uint32_t *allowed;
     int64_t *tokens;
     uint8_t *finite;
     char *room;
-    long slots, width, vocab, usable, stream;
+    long slots, width, vocab, usable, stream, allowed_slot, allowed_row;
     int noise, truncation;
 } Sampling;
 
@@ -154,19 +155,33 @@ static void kept(const Sampling *o, long slot, const float *x, float highest, ui
     }
 }
 
+/* x [count], and -infinity for the tokens whose bit in `allowed` is not set. */
+static void hide(const float *x, const uint32_t *allowed, long count, float *shown)
+{
+    for (long i = 0; i < count; i += SIDE) {
+        mask m = mask_of((uint64_t)(allowed[i / 32] >> (i % 32)));
+        storef(shown + i, count - i, vselect(m, loadf(x + i, count - i), vall(-INFINITY)));
+    }
+}
+
 static void draw_rows(const void *work, Share *share, int member)
 {
     const Sampling *o = work;
     long each = parts(o->usable * 16, 64) * 64;
     for (long r; (r = take(share, member)) >= 0;) {
-        long s = r / o->width, best = largest(o->logits + r * o->vocab, o->usable);
+        long s = r / o->width;
         const float *x = o->logits + r * o->vocab;
+        int64_t *masses = (int64_t *)(o->room + member * each);
+        float *scaled = (float *)(masses + o->usable);
+        if (o->allowed) {
+            hide(x, o->allowed + s * o->allowed_slot + r % o->width * o->allowed_row, o->usable, scaled);
+            x = scaled;
+        }
+        long best = largest(x, o->usable);
         o->tokens[r] = best;
         o->finite[r] = (uint8_t)(isfinite(x[best]) != 0);
         if (!o->noise || !(o->temperature[s] > 0) || !o->finite[r]) continue;
         float temperature = o->temperature[s], min_p = o->min_p[s];
-        int64_t *masses = (int64_t *)(o->room + member * each);
-        float *scaled = (float *)(masses + o->usable);
         uint32_t *keys = (uint32_t *)(scaled + o->usable), least = 0;
         long last = o->usable;
         for (long i = 0; i < o->usable; i++) scaled[i] = x[i] / temperature;
@@ -203,8 +218,9 @@ static void draw_rows(const void *work, Share *share, int member)
 }
 
 /* Tokens int64 [rows] of logits float32 [rows][vocab], of which the first `usable` count, and whether each one's logit
-   is finite. slots * width rows; temperature, top_p, min_p, top_k, seed [slots]; positions [rows]. room: for each
-   thread 16 bytes for each usable token, for keys, masses and scaled logits. */
+   is finite. slots * width rows; temperature, top_p, min_p, top_k, seed [slots]; positions [rows]. allowed: null, or
+   bits of the tokens that may be drawn, in words, the first of a row after strides of its slot and its number. room:
+   for each thread 16 bytes for each usable token, for keys, masses and scaled logits. */
 void spd_sample(const Sampling *o, long threads)
 {
     long rows = o->slots * o->width;

@@ -70,7 +70,6 @@ class GrammarGuide:
         """
         state = self._state
         if step:
-            drafted: list[int] = state.draft[slot, step - 1 : step].tolist()
-            return drafted
+            return [int(state.draft[slot, step - 1])]
         committed: list[int] = state.tokens[slot, length : int(state.length[slot])].tolist()
         return committed

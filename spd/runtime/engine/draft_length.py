@@ -3,19 +3,20 @@
 For every k of the plan, 0 included, two quantities are estimated. The first is the tokens of a
 round: the probability that the first draft is accepted, weighted toward recent rounds, and the
 higher probability of each further draft once those before it were accepted. The second is the
-seconds of a round: medians of the latest times of verifying and drafting, separate for 1, 2 to 3, 4
+seconds of a round: the least of the latest times of verifying and drafting, separate for 1, 2 to 3, 4
 to 7 requests and so on, and by the length of their contexts, for each row reads all of it. The
 round runs the k with the most tokens per second.
 
-Only a k that is run is measured. The first rounds run the largest k. While drafting pays, 0 and the
-neighbours of the best k are timed now and then. While it does not, a few drafts are tried, ever
-more rarely. k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to
+Only a k that is run is measured. The first rounds run the largest k, then 0. While drafting pays, 0
+and the neighbours of the best k are timed now and then. While it does not, a few drafts are tried,
+ever more rarely. k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to
 catch up. Next to a model prompt lookup may draft more than the model: alone where text is copied,
 or behind the model's drafts. The choice does not change the text. No torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +29,11 @@ RATE_WEIGHT = 5.0
 PRIOR_DRAFTS = 6.0
 """Drafts that the rate of all requests counts for, against a request's own drafts."""
 MAX_SAMPLES = 7
-"""Latest times that count, by their median, which outvotes rounds that something else delayed."""
+"""Latest times that count, by the least of them: something else may have delayed the other rounds."""
 MIN_SAMPLES = 2
-"""Times of a k before their median is used alone; the first one may have been cold."""
+"""Times of a k before they are used alone; the first one may have been cold."""
+PLAIN_SAMPLES = 4
+"""Rounds at k = 0 that time it, one after the other: only behind others are they as fast as many."""
 WARM_UP_ROUNDS = 4
 """Rounds at the largest k, before any other."""
 PLAIN_PATIENCE = 8
@@ -42,7 +45,8 @@ TIMING_INTERVAL = 48
 PROBE_INTERVAL = 16
 """Rounds without drafts before the first probe."""
 MAX_PROBE_INTERVAL = 256
-"""Rounds without drafts between two probes, at most, after probes that did not pay."""
+"""Rounds without drafts between two probes, at most, after probes that did not pay. Where drafts cost
+much, up to four times as many, until all probes take a hundredth of the time."""
 PROBE_LENGTH = 2
 """The k of a probe, at least."""
 PROBE_OUTCOMES = 8
@@ -172,20 +176,14 @@ class RoundTimes:
         }
 
     def verify_times(self) -> dict[int, float]:
-        """Return the seconds of verification by k, measured or by a similar load's proportions.
-
-        With a grammar the least of them: plain rounds are few there, and of these only the later ones are
-        recorded.
-        """
+        """Return the seconds of verification by k, measured or by a similar load's proportions."""
         similar = self.similar.verify_times() if self.similar else {}
-        if self.is_constrained:
-            return _fill_in({k: min(samples) for k, samples in self.verify.items()}, similar)
-        return _fill_in(medians(self.verify), similar)
+        return _fill_in(least_times(self.verify), similar)
 
     def draft_times(self) -> dict[int, float]:
         """Return the seconds of drafting by the number of forwards, as `verify_times` does by k."""
         similar = self.similar.draft_times() if self.similar else {}
-        return _fill_in(medians(self.draft), similar)
+        return _fill_in(least_times(self.draft), similar)
 
 
 @dataclass
@@ -292,9 +290,10 @@ class DraftLength:
             times.trials.extend(
                 [self.maximum] * WARM_UP_ROUNDS if is_first_load else [self._probe_k] * MIN_SAMPLES
             )
-            if times.is_constrained:  # what is recorded is timed, too: lookup alone, and nothing
+            if times.is_constrained:  # no forward waits for a mask where lookup drafts alone
                 times.trials.extend([self.lookup_k] * (1 + MIN_SAMPLES if self.lookup_k else 0))
-                times.trials.extend([0] * (1 + MIN_SAMPLES))
+            if times.is_constrained or is_first_load:
+                times.trials.extend([0] * PLAIN_SAMPLES)
         if not times.trials:
             speeds = self._tokens_per_second(maximum)
             best = max(speeds, key=speeds.__getitem__)
@@ -326,11 +325,16 @@ class DraftLength:
                 index = choices.index(best)
                 neighbours = (0, *choices[index + 1 : index + 2], choices[index - 1])
                 other_ks = list(dict.fromkeys(neighbours))
-                times.trials.extend([other_ks[timings % len(other_ks)]] * MIN_SAMPLES)
+                other_k = other_ks[timings % len(other_ks)]
+                times.trials.extend([other_k] * (MIN_SAMPLES if other_k else PLAIN_SAMPLES))
             return
         times.until_probe -= 1
         if times.until_probe <= 0:  # each probe costs a round of all: they become fewer
-            times.until_probe = times.probe_gap = min(2 * times.probe_gap, MAX_PROBE_INTERVAL)
+            longest = min(
+                100 * PROBE_OUTCOMES * (self.break_even(self._probe_k) - 1), 4 * MAX_PROBE_INTERVAL
+            )
+            times.probe_gap = min(2 * times.probe_gap, max(MAX_PROBE_INTERVAL, round(longest)))
+            times.until_probe = times.probe_gap
             self.overall.add(0.0, 0.0, PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
             drafting_requests = sum(cap > 0 for _, cap in self.requests) or 1
             times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // drafting_requests))
@@ -399,11 +403,7 @@ class DraftLength:
             self.overall.add(0.0, 0.0, DECAY)
         self.times.gaps[k if self.times.is_constrained else 0].append(gap)
         self.times.draft[forwards].append(draft_seconds)
-        # Where masks are written between draft forwards a round is not recorded, and takes longer: what k
-        # costs is told by rounds that draft as the next ones at this k will.
-        is_guided = self.times.is_constrained and any(self.times.draft)
-        if not is_guided or k > self.maximum or bool(k) == bool(forwards):
-            self.times.verify[k].append(verify_seconds)
+        self.times.verify[k].append(verify_seconds)
 
     def observe(
         self,
@@ -461,10 +461,15 @@ def uncorrelated_drafts(drafted: int, accepted: int) -> tuple[float, float]:
     return tried - correlated, accepted - correlated
 
 
-def medians(times: Mapping[int, deque[float]]) -> dict[int, float]:
-    """Return the (lower) median of the times at each k that has enough; at all where none has."""
+def least_times(times: Mapping[int, deque[float]]) -> dict[int, float]:
+    """Return the least time of each k with enough times, or else of all; none above a larger k's."""
     enough = {k: samples for k, samples in times.items() if len(samples) >= MIN_SAMPLES} or times
-    return {k: sorted(samples)[(len(samples) - 1) // 2] for k, samples in enough.items()}
+    least = dict[int, float]()
+    bound = math.inf
+    for k in sorted(enough, reverse=True):
+        bound = min(bound, *enough[k])
+        least[k] = bound
+    return least
 
 
 def context_class(positions: int) -> int:

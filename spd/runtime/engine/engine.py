@@ -406,14 +406,12 @@ class Engine(EngineClient):
         result = oldest.pending.read()
         scheduler.release_oldest_round()
         self.rounds += 1
-        draft_seconds, verify_seconds, other_seconds = result.seconds
-        self.draft_length.observe_cost(
-            k=result.k,
-            verify_seconds=verify_seconds + other_seconds,
-            draft_seconds=draft_seconds,
-            forwards=result.draft_forwards,
-            gap=result.gap,
-        )
+        if all(sequence.generated for sequence in oldest.sequences):  # else a prompt went before
+            draft_seconds, verify_seconds, other_seconds = result.seconds
+            verify_seconds += other_seconds
+            self.draft_length.observe_cost(
+                result.k, verify_seconds, draft_seconds, result.draft_forwards, result.gap
+            )
         now = clock.now()
         for sequence in oldest.sequences:
             if scheduler.slots[sequence.slot] is sequence:  # else it has ended meanwhile

@@ -10,6 +10,7 @@ Python interface, version 1.9.
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -240,13 +241,16 @@ class Grammar:
 
     def _write_mask(self, matcher: Matcher, row: Tensor) -> None:
         """Write the mask of the matcher's current state, in place."""
-        matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+        words = row.numel()
+        matcher.unsafe_compute_mask_ptr(row.data_ptr(), words * row.element_size())
         self._raise_error(matcher)
+        # Of a tensor an element takes ten times as long, more than the mask itself.
+        mask = (ctypes.c_int32 * words).from_address(row.data_ptr())
         for token in self._library_end_ids:
-            row[token // MASK_WORD_BITS] &= ~_token_bit(token)
+            mask[token // MASK_WORD_BITS] &= ~_token_bit(token)
         if matcher.is_accepting():
             for token in self._end_ids:
-                row[token // MASK_WORD_BITS] |= _token_bit(token)
+                mask[token // MASK_WORD_BITS] |= _token_bit(token)
 
     def _raise_error(self, matcher: Matcher) -> None:
         """Raise GrammarError if the matcher is in error."""

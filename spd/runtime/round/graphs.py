@@ -183,6 +183,7 @@ class RecordedRounds(CapturedRounds):
     def __init__(self, round_: Round, library: NativeKernels) -> None:
         super().__init__(round_)
         self.library = library
+        round_.sampler.call_host = library.call_host
         self.run_shapes = set[RoundShape]()
         """Shapes that have been run."""
         self.only_on_demand = True

@@ -380,9 +380,7 @@ class LocalRoundQueue:
                 self._catch_up()
             if not model_drafts:
                 self.missing_tokens += 1 + (k if self.missing_tokens else 0)
-        # A guide is called between the forwards, which a record of a round does not repeat.
-        is_guided = forwards and needs.grammar and self.sampler.guide is not None
-        if self.captured is not None and not is_guided:
+        if self.captured is not None:
             shape = RoundShape(
                 k=k,
                 next_k=next_k,

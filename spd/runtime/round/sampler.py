@@ -47,6 +47,10 @@ class DraftGuide(Protocol):
         """
 
 
+def _call(function: Callable[..., None], *arguments: object) -> None:
+    function(*arguments)
+
+
 class Sampler:
     """Sampling parameters of every slot as tensors, and the sampling of tokens by them."""
 
@@ -97,6 +101,8 @@ class Sampler:
         """
         self.guide: DraftGuide | None = None
         """Masks the drafts of rounds with `needs.grammar`; None: drafts are not masked."""
+        self.call_host: Callable[..., None] = _call
+        """Calls a function of the host within a round, also where the round is a record of calls."""
 
     def allocate_draft_distributions(self) -> None:
         """Allocate `draft_distributions`: drafters then sample with noise of their own, and store
@@ -293,7 +299,8 @@ class Sampler:
         if draft_needs.grammar and self.guide is not None:
             words = mask_width(max(self.vocab_size, vocab_size))
             rows = torch.full((self.state.slots, 1, words), -1, dtype=torch.int32)
-            self.guide.write_masks(step, rows[..., : mask_width(self.vocab_size)])
+            target_rows = rows[..., : mask_width(self.vocab_size)]
+            self.call_host(self.guide.write_masks, step, target_rows)
             tensors = replace(tensors, mask=rows)
         stream = (
             STREAM_TARGET if self.draft_distributions is None else row_stream(STREAM_DRAFT, step)
