@@ -7,6 +7,10 @@ logs under a JSON schema. Replies are natural: greedy, and held to nothing but t
 answers all tasks in turn, then once more; a method's speed is compared with plain decoding of the same
 task in the same turn. "either" is lookup or the model, a slot at a time; "chained" may also let lookup
 continue the model's drafts. All texts must be equal.
+
+`--masks` measures instead what it is worth that drafts obey a grammar: tokens a round of records and of tool
+calls (those of `agent_replay`) at a fixed number of drafts, with drafts as they are and with drafts that no
+mask has chosen, which are cut off at the first that the grammar forbids.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ import json
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.agent_replay import TOOLS
 from benchmarks.environment import describe_commit, describe_machine
 from benchmarks.summaries import median_interval
 from spd.cli.options import GenerateOptions
@@ -31,6 +37,7 @@ from spd.conversation.messages import Message
 from spd.conversation.prompt import Prompt
 from spd.runtime import Engine, Request, RequestMetrics, SamplingParams
 from spd.runtime.engine.request import GrammarSpec
+from spd.runtime.engine.sequence import Sequence as EngineSequence
 
 SCHEMA = "spd.benchmarks.agent_tasks/1"
 METHODS = ("off", "neural", "lookup", "either", "chained")
@@ -101,7 +108,22 @@ def tasks(count: int) -> list[Task]:
         all_tasks.append(
             Task("schemas", f"{log_lines(6, number + 99)}\n\nWrite this log as JSON.", RECORDS)
         )
+        all_tasks.append(
+            Task("calls", f"{code}\n\nCall a tool that renames `{name}` here.", calls_schema())
+        )
     return all_tasks
+
+
+def calls_schema() -> dict[str, Any]:
+    """Return the schema of a call of one of the replay's tools."""
+    calls = []
+    for tool in TOOLS:
+        function = tool["function"]
+        arguments = function["parameters"]
+        arguments |= {"required": [*arguments["properties"]], "additionalProperties": False}
+        properties = {"name": {"const": function["name"]}, "arguments": arguments}
+        calls.append({"type": "object", "properties": properties, "required": [*properties]})
+    return {"anyOf": calls}
 
 
 class Answers:
@@ -182,6 +204,63 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"texts_equal": is_equal, "rows": rows}
 
 
+@contextmanager
+def unmasked(engine: Engine) -> Iterator[None]:
+    """Let a grammar choose no drafts meanwhile: it only cuts off what it forbids."""
+    sampler = engine.round_queue.sampler
+    guide = sampler.guide
+    force_drafts = EngineSequence.force_drafts
+    sampler.guide = None
+    EngineSequence.force_drafts = lambda _, drafts, *rest: drafts  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        sampler.guide = guide
+        EngineSequence.force_drafts = force_drafts  # type: ignore[method-assign]
+
+
+def measure_masks(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens a round with drafts that obey the grammar, and with drafts that do not."""
+    rows = []
+    is_equal = True
+    constrained = [task for task in tasks(arguments.tasks) if task.schema is not None]
+    for spec in (arguments.spec, "ngram", f"{arguments.spec}+ngram"):
+        obeying, free = (
+            Answers(arguments.model, spec, arguments.draft_model, chains=True) for _ in range(2)
+        )
+        counts: dict[str, dict[str, list[int]]] = {}
+        for task in constrained:
+            texts = []
+            for name, answers in (("masked", obeying), ("unmasked", free)):
+                answers.engine.draft_length.adaptive = False
+                if name == "unmasked":
+                    with unmasked(answers.engine):
+                        ids, metrics = answers.ask(task, arguments.tokens)
+                else:
+                    ids, metrics = answers.ask(task, arguments.tokens)
+                texts.append(ids)
+                total = counts.setdefault(task.kind, {}).setdefault(name, [0, 0, 0])
+                total[0] += metrics.completion_tokens
+                total[1] += metrics.rounds
+                total[2] += metrics.draft_n_masked
+            is_equal = is_equal and texts[0] == texts[1]
+        for kind, by_name in counts.items():
+            tokens, rounds, masked = by_name["masked"]
+            free_tokens, free_rounds, _ = by_name["unmasked"]
+            rows.append(
+                {
+                    "kind": kind,
+                    "method": spec,
+                    "k": obeying.engine.draft_length.maximum,
+                    "masked_drafts": masked,
+                    "tokens_per_round": round(tokens / rounds, 3),
+                    "unmasked_tokens_per_round": round(free_tokens / free_rounds, 3),
+                    "ratio": round(tokens / rounds / (free_tokens / free_rounds), 3),
+                }
+            )
+    return {"texts_equal": is_equal, "rows": rows}
+
+
 def row_of(
     name: str,
     kind: str,
@@ -212,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, default=3, help="of each kind")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--masks", action="store_true", help="with masked drafts and without")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(argv)
     result = {
@@ -219,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "machine": describe_machine(),
         **describe_commit("spd", "benchmarks/agent_tasks.py"),
         "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
-        **measure(arguments),
+        **(measure_masks if arguments.masks else measure)(arguments),
     }
     text = json.dumps(result, indent=1)
     print(text) if arguments.out is None else arguments.out.write_text(text + "\n")
