@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spd.errors import ResourceError
@@ -36,6 +37,7 @@ from spd.runtime.plan.memory_fit import memory_error, with_context
 from spd.runtime.proposers.block import BlockProposer
 from spd.runtime.proposers.draft_model import DraftModelProposer
 from spd.runtime.proposers.head import HeadProposer
+from spd.runtime.proposers.ngram import LookupPool
 from spd.runtime.round.graphs import CapturedRounds
 from spd.runtime.round.kv_cache import KvCache, lazy_zeros
 from spd.runtime.round.limits import NUM_RESERVED_PAGES
@@ -152,6 +154,22 @@ def test_an_engine_holds_what_its_plan_counts(tiny: Tiny) -> None:
     packed_head = config.vocab_size * config.hidden_size * 4
     assert engine.plan.need.weights == tensor_bytes(config, "float32") + packed_head
     assert engine.plan.need.workspace > 0 and engine.plan.need.graphs == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 20, 4096, 100_000])
+def test_a_pool_holds_what_its_plan_counts(tokens: int) -> None:
+    pool = LookupPool(tokens, 3, "cpu")
+    tensors = [*pool.texts, *(value for value in vars(pool).values() if isinstance(value, Tensor))]
+    storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
+    held = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    plain = memory.measure_memory(shape_8b())
+    assert memory.measure_memory(shape_8b(pool_tokens=tokens)).total - plain.total == held
+
+
+@pytest.mark.parametrize("lookup", ["ngram", "off"])
+def test_a_pool_is_counted_where_lookup_drafts(tiny: Tiny, lookup: str) -> None:
+    config = EngineConfig(model=tiny("tied"), spec=lookup, pool_tokens=512, threads=1)
+    assert make_plan(config).shape.pool_tokens == (512 if lookup == "ngram" else 0)
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])

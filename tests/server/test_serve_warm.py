@@ -73,11 +73,24 @@ def start(home: Path, *words: str) -> tuple[subprocess.Popen[str], int]:
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[int]:
     """Yield a server of the demo in a process of its own; its port."""
-    process, port = start(home)
+    process, port = start(home, "--alias", "small", "--alias", "*")
     yield port
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert not list((home / "spd").glob("*.sock"))
+
+
+def test_a_star_as_alias_lets_clients_name_any_model(server: int) -> None:
+    """Its replies have the model's name, and the list of models the names that were given."""
+    url = f"http://127.0.0.1:{server}/v1"
+    for name in ("demo", "small", "gpt-4o", "*"):
+        body = json.dumps({"model": name, "prompt": "x", "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["model"] == "demo"
+    with urllib.request.urlopen(f"{url}/models", timeout=10) as answer:
+        assert [card["id"] for card in json.load(answer)["data"]] == ["demo", "small"]
 
 
 NOT_WARM = {"tokenizers", "spd.formats.model_config", "importlib.metadata", "secrets"}

@@ -3,15 +3,15 @@
 For every k of the plan, 0 included, two quantities are estimated. The first is the tokens of a
 round: the probability that the first draft is accepted, weighted toward recent rounds, and the
 higher probability of each further draft once those before it were accepted. The second is the
-seconds of a round: the least of the latest times of verifying and drafting, separate for 1, 2 to 3, 4
-to 7 requests and so on, and by the length of their contexts, for each row reads all of it. The
-round runs the k with the most tokens per second.
+seconds of a round: the least of the latest times of verifying and drafting, separate for 1, 2 to
+3, 4 to 7 requests and so on, and by the length of their contexts, for each row reads all of it.
+The round runs the k with the most tokens per second.
 
-Only a k that is run is measured. The first rounds run the largest k, then 0. While drafting pays, 0
-and the neighbours of the best k are timed now and then. While it does not, a few drafts are tried,
-ever more rarely. k = 0 is run once it has seemed best for a few rounds: afterwards the drafter has to
-catch up. Next to a model prompt lookup may draft more than the model: alone where text is copied,
-or behind the model's drafts. The choice does not change the text. No torch.
+Only a k that is run is measured. The first rounds run the largest k, then 0. While drafting pays,
+0 and the neighbours of the best k are timed now and then. While it does not, a few drafts are
+tried, ever more rarely. k = 0 is run once it has seemed best for a few rounds: afterwards the
+drafter has to catch up. Next to a model prompt lookup may draft more than the model: alone where
+text is copied, or behind the model's drafts. The choice does not change the text. No torch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RATE_WEIGHT = 5.0
 PRIOR_DRAFTS = 6.0
 """Drafts that the rate of all requests counts for, against a request's own drafts."""
 MAX_SAMPLES = 7
-"""Latest times that count, by the least of them: something else may have delayed the other rounds."""
+"""Latest times of which the least counts: something else may have delayed the other rounds."""
 MIN_SAMPLES = 2
 """Times of a k before they are used alone; the first one may have been cold."""
 PLAIN_SAMPLES = 4
-"""Rounds at k = 0 that time it, one after the other: only behind others are they as fast as many."""
+"""Rounds at k = 0 that time it, in a row: only the later ones are as fast as many of them."""
 WARM_UP_ROUNDS = 4
 """Rounds at the largest k, before any other."""
 PLAIN_PATIENCE = 8
@@ -45,8 +45,9 @@ TIMING_INTERVAL = 48
 PROBE_INTERVAL = 16
 """Rounds without drafts before the first probe."""
 MAX_PROBE_INTERVAL = 256
-"""Rounds without drafts between two probes, at most, after probes that did not pay. Where drafts cost
-much, up to four times as many, until all probes take a hundredth of the time."""
+"""Rounds without drafts between two probes, at most, after probes that did not pay.
+
+Where drafts cost much, up to four times as many, until probes take a hundredth of the time."""
 PROBE_LENGTH = 2
 """The k of a probe, at least."""
 PROBE_OUTCOMES = 8
@@ -330,11 +331,9 @@ class DraftLength:
             return
         times.until_probe -= 1
         if times.until_probe <= 0:  # each probe costs a round of all: they become fewer
-            longest = min(
-                100 * PROBE_OUTCOMES * (self.break_even(self._probe_k) - 1), 4 * MAX_PROBE_INTERVAL
-            )
-            times.probe_gap = min(2 * times.probe_gap, max(MAX_PROBE_INTERVAL, round(longest)))
-            times.until_probe = times.probe_gap
+            longest = round(100 * PROBE_OUTCOMES * (self.break_even(self._probe_k) - 1))
+            longest = min(max(longest, MAX_PROBE_INTERVAL), 4 * MAX_PROBE_INTERVAL)
+            times.until_probe = times.probe_gap = min(2 * times.probe_gap, longest)
             self.overall.add(0.0, 0.0, PROBE_MEMORY / max(self.overall.tried, PROBE_MEMORY))
             drafting_requests = sum(cap > 0 for _, cap in self.requests) or 1
             times.trials.extend([self._probe_k] * -(-PROBE_OUTCOMES // drafting_requests))
@@ -462,13 +461,12 @@ def uncorrelated_drafts(drafted: int, accepted: int) -> tuple[float, float]:
 
 
 def least_times(times: Mapping[int, deque[float]]) -> dict[int, float]:
-    """Return the least time of each k with enough times, or else of all; none above a larger k's."""
+    """Return each k's least time, of those with enough times if any; none above a larger k's."""
     enough = {k: samples for k, samples in times.items() if len(samples) >= MIN_SAMPLES} or times
     least = dict[int, float]()
     bound = math.inf
     for k in sorted(enough, reverse=True):
-        bound = min(bound, *enough[k])
-        least[k] = bound
+        least[k] = bound = min(bound, *enough[k])
     return least
 
 

@@ -32,7 +32,9 @@ from spd.runtime.round.limits import (
     CATCH_UP_TOKENS,
     NUM_RESERVED_PAGES,
     PAGE_SIZE,
+    POOL_ENTRIES,
     draft_window_rows,
+    pool_buckets,
     recurrent_ring_depth,
     state_ring_depth,
 )
@@ -82,6 +84,8 @@ class EngineShape:
     num_snapshots: int = 0  # snapshots of recurrent states, in the host's memory
     rounds_cache: bool = False
     """True: entries of all caches have eight bits, those of a drafter too."""
+    pool_tokens: int = 0
+    """Tokens of other texts that lookup drafts from."""
 
     @property
     def chunk(self) -> int:
@@ -270,6 +274,7 @@ def measure_memory(shape: EngineShape) -> MemoryNeed:
     workspace = _workspace_bytes(
         shape=shape, model=target, ctx=shape.ctx, rows=rows, sampled=rows, ranks=shape.tp
     )
+    workspace += pool_bytes(shape.pool_tokens)
     if shape.stores_distributions:
         workspace += shape.slots * shape.draft_max * target.vocab_size * 4
     if draft is not None:
@@ -309,6 +314,12 @@ def measure_memory(shape: EngineShape) -> MemoryNeed:
         if shape.num_snapshots and shape.on_cpu
         else 0,
     )
+
+
+def pool_bytes(tokens: int) -> int:
+    """Return the bytes of a pool of so many tokens: these, the buckets of its index, their counts."""
+    buckets = pool_buckets(tokens)
+    return tokens and 8 * tokens + 4 * POOL_ENTRIES * (buckets + 1) + 8 * buckets
 
 
 def _count_stream_states(shape: EngineShape, modules: int) -> int:

@@ -111,10 +111,7 @@ class EnginePlan:
     @property
     def pool_tokens(self) -> int:
         """Return the tokens of other texts that lookup drafts from; 0 where it does not."""
-        method, beside_model = split_spec(self.spec)
-        if method != "ngram" and not beside_model:
-            return 0
-        return self.config.pool_tokens or (POOL_TOKENS if self.config.lookup is not None else 0)
+        return self.shape.pool_tokens
 
     @property
     def shares_prefixes(self) -> bool:
@@ -262,6 +259,14 @@ def _resolve_draft_lengths(
     else:
         limit = max(default, METHODS["ngram"].draft_max if adaptive else 0)
     return f"{method}+ngram", min(limit, default) if adaptive else limit, limit
+
+
+def _resolve_pool(config: EngineConfig, spec: str) -> int:
+    """Return the tokens of other texts that lookup drafts from; 0 where it does not."""
+    method, beside_model = split_spec(spec)
+    if method != "ngram" and not beside_model:
+        return 0
+    return config.pool_tokens or (POOL_TOKENS if config.lookup is not None else 0)
 
 
 def _draft_tiers(draft_max: int, graphs: bool, modules: int = 0) -> tuple[int, ...]:
@@ -418,6 +423,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         draft_tp=draft_tp,
         num_snapshots=_snapshot_count(config, _any_recurrent(model, draft)),
         rounds_cache=config.kv == "int8",
+        pool_tokens=_resolve_pool(config, spec),
     )
     sharing_ranks = machine.count_sharing_ranks(config.tp)
     return EnginePlan(

@@ -14,14 +14,10 @@ import torch
 
 from spd.kernels.interface import Kernels
 from spd.kernels.round.pool_lookup import TextPool, bucket_numbers
+from spd.runtime.round.limits import POOL_ENTRIES, pool_buckets
 from spd.runtime.round.rows import SlotView
 from spd.runtime.round.state import RoundState
 from spd.runtime.round.transfer import to_device
-
-BUCKET_ENTRIES = 8
-"""Ends of n-grams in a bucket, of which the oldest gives way to a new one."""
-TOKENS_A_BUCKET = 4
-"""Tokens of a pool for each of its buckets, at most."""
 
 
 class LookupPool:
@@ -33,12 +29,11 @@ class LookupPool:
 
     def __init__(self, size: int, ngram: int, device: str) -> None:
         """size: tokens that are kept. ngram: tokens of the shortest match."""
-        buckets = 1 << max(0, (size // TOKENS_A_BUCKET - 1).bit_length())
+        buckets = pool_buckets(size)
         self.device = device
         self.ngram = ngram
-        self._buckets = torch.full(
-            (buckets + 1, BUCKET_ENTRIES), -1, dtype=torch.int32, device=device
-        )
+        shape = (buckets + 1, POOL_ENTRIES)
+        self._buckets = torch.full(shape, -1, dtype=torch.int32, device=device)
         """The buckets, and one that is never read: it takes what is not entered."""
         self.texts = TextPool(
             torch.full((size,), -1, dtype=torch.long, device=device), self._buckets[:-1]
@@ -68,8 +63,8 @@ class LookupPool:
         first = torch.searchsorted(ordered, ordered)
         behind = torch.searchsorted(ordered, ordered, right=True)
         turns = torch.arange(len(ordered), device=self.device)
-        entries = (self._counts[ordered] + turns - first) % BUCKET_ENTRIES
-        is_kept = turns >= behind - BUCKET_ENTRIES  # the others would be overwritten at once
+        entries = (self._counts[ordered] + turns - first) % POOL_ENTRIES
+        is_kept = turns >= behind - POOL_ENTRIES  # the others would be overwritten at once
         self._buckets[torch.where(is_kept, ordered, last), entries] = ends[order].int()
         self._counts.index_add_(0, numbers, torch.ones_like(numbers))
 

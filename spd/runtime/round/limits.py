@@ -18,6 +18,16 @@ CATCH_UP_TOKENS = 16
 MASK_WORD_BITS = 32
 """Token ids in a word of a mask."""
 
+POOL_ENTRIES = 8
+"""Ends of n-grams in a bucket of a pool's index, of which the oldest gives way to a new one."""
+TOKENS_A_BUCKET = 4
+"""Tokens of a pool for each bucket of its index, at most."""
+
+
+def pool_buckets(tokens: int) -> int:
+    """Return the buckets of the index of a pool of so many tokens, a power of two."""
+    return 1 << max(0, (tokens // TOKENS_A_BUCKET - 1).bit_length())
+
 
 def mask_width(vocab_size: int) -> int:
     """Return the number of 32-bit words of a mask over `vocab_size` token ids."""

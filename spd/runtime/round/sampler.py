@@ -102,7 +102,7 @@ class Sampler:
         self.guide: DraftGuide | None = None
         """Masks the drafts of rounds with `needs.grammar`; None: drafts are not masked."""
         self.call_host: Callable[..., None] = _call
-        """Calls a function of the host within a round, also where the round is a record of calls."""
+        """Calls a function of the host within a round, which may be a record of calls."""
 
     def allocate_draft_distributions(self) -> None:
         """Allocate `draft_distributions`: drafters then sample with noise of their own, and store
