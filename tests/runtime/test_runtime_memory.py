@@ -161,9 +161,9 @@ def test_a_pool_holds_what_its_plan_counts(tokens: int) -> None:
     pool = LookupPool(tokens, 3, "cpu")
     tensors = [*pool.texts, *(value for value in vars(pool).values() if isinstance(value, Tensor))]
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-    held = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+    nbytes = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     plain = memory.measure_memory(shape_8b())
-    assert memory.measure_memory(shape_8b(pool_tokens=tokens)).total - plain.total == held
+    assert memory.measure_memory(shape_8b(pool_tokens=tokens)).total - plain.total == nbytes
 
 
 @pytest.mark.parametrize("lookup", ["ngram", "off"])

@@ -324,8 +324,8 @@ class DraftLength:
             timings, due_in = divmod(times.drafting - FIRST_TIMING, TIMING_INTERVAL)
             if timings >= 0 and not due_in:
                 index = choices.index(best)
-                neighbours = (0, *choices[index + 1 : index + 2], choices[index - 1])
-                other_ks = list(dict.fromkeys(neighbours))
+                larger = choices[index + 1 : index + 2]
+                other_ks = list(dict.fromkeys((0, *larger, choices[index - 1])))
                 other_k = other_ks[timings % len(other_ks)]
                 times.trials.extend([other_k] * (MIN_SAMPLES if other_k else PLAIN_SAMPLES))
             return
@@ -492,10 +492,7 @@ def _fill_in(measured: Mapping[int, float], similar: Mapping[int, float]) -> dic
 
 
 def _interpolate(k: int, values: Mapping[int, float]) -> float:
-    """Return the value at k on the line through the nearest two.
-
-    It never falls with k, nor below 0.
-    """
+    """Return the value at k on the line through the nearest two; never one that falls with k."""
     nearest = sorted(values, key=lambda other: abs(other - k))[:2]
     first = nearest[0]
     last = nearest[-1]

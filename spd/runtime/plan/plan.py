@@ -392,7 +392,6 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
     model = target.config
     drafter = choose_drafter(config, target)
     dtype, kernels, why_kernels, draft_kernels = _resolve_kernels(config, machine, model, drafter)
-    graphs = _resolve_graphs(config.graphs, machine, kernels)
     adaptive = config.verify == "coupled" if config.adaptive is None else config.adaptive
     spec, model_drafts, draft_max = _resolve_draft_lengths(config, drafter, adaptive)
     form_of = partial(choose_form, config=config, machine=machine, kernels=kernels, dtype=dtype)
@@ -410,7 +409,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         draft_ctx=min(draft_context(draft, ctx), config.draft_ctx or ctx),
         draft_max=draft_max,
         kernels=kernels,
-        graphs=graphs,
+        graphs=_resolve_graphs(config.graphs, machine, kernels),
         on_cpu=machine.on_cpu,
         pages=config.cache_pages,
         stores_distributions=config.verify != "coupled",
@@ -433,7 +432,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         shape=shape,
         device=machine.device,
         spec=spec,
-        draft_tiers=_draft_tiers(model_drafts, graphs, shape.mtp_modules),
+        draft_tiers=_draft_tiers(model_drafts, shape.graphs, shape.mtp_modules),
         adaptive=adaptive,
         ngram_min=_resolve_ngram_min(config, spec),
         lag=config.lag if config.lag is not None else int(not machine.on_cpu),
