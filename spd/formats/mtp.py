@@ -131,7 +131,7 @@ def is_mtp_head(folder: ModelFolder) -> bool:
 def read_head_folder(folder: ModelFolder) -> MtpSource:
     """Read a head folder's configuration and find its modules.
 
-    `check_source` checks its tensors.
+    `check_mtp_source` checks its tensors.
     """
     fields = folder.fields
     layer = fields.optional_nested("transformer_layer_config")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         quantization_config,
     )
     from spd.runtime.models import unused_tensors
-    from spd.runtime.models.mtp_weights import check_source, module_position_elements
+    from spd.runtime.models.mtp_weights import check_mtp_source, module_position_elements
     from spd.runtime.models.weights import DTYPE_BYTES
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter, takes_draft_model
@@ -70,7 +70,7 @@ _HOMES = {
     "load.progress": ("LoadProgress", "Progress"),
     "load.quantize": ("quantization_config", "int4_tensor_names", "int4_checkpoint_tensors"),
     "models": ("unused_tensors",),
-    "models.mtp_weights": ("check_source", "module_position_elements"),
+    "models.mtp_weights": ("check_mtp_source", "module_position_elements"),
     "models.weights": ("DTYPE_BYTES",),
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter", "takes_draft_model"),

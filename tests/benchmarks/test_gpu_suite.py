@@ -23,7 +23,7 @@ from benchmarks.gpu_suite.speculation import gain
 from benchmarks.gpu_suite.suite import PROBES, Probe, load_function, run_suite
 from benchmarks.summaries import median_interval
 from spd.formats.folder import ModelFolder
-from spd.runtime import check_source
+from spd.runtime import check_mtp_source
 from spd.runtime.models import family_layout
 from spd.runtime.models.weights import expected_tensors
 from tests.helpers import read_model_config
@@ -256,4 +256,4 @@ def test_a_hollow_checkpoint_has_its_mtp_head(
     source = find_mtp_source(folder)
     assert source is not None
     assert source.layout.modules == model.modules == 1
-    assert check_source(source, folder.checkpoint).keys() <= folder.checkpoint.tensors.keys()
+    assert check_mtp_source(source, folder.checkpoint).keys() <= folder.checkpoint.tensors.keys()

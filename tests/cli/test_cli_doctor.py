@@ -174,7 +174,7 @@ def test_a_torch_outside_the_required_range_is_reported(
     raise_not_found = make_failing(importlib.metadata.PackageNotFoundError("torch"))
     fake_version = lambda name: real(name) if name != "torch" else version or raise_not_found()  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "version", fake_version)
-    finding = diagnostics.package_versions()
+    finding = diagnostics.check_package_versions()
     assert finding.status == status
     assert finding.fix == (() if status == OK else ("pip install 'torch<2.14,>=2.9'",))
 

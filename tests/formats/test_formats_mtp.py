@@ -17,7 +17,7 @@ from spd.formats.json_file import Fields
 from spd.formats.model_config import model_config_of
 from spd.formats.mtp import MtpSource, read_head_folder
 from spd.formats.mtp_layout import FAMILIES, find_mtp_layout, is_mtp_tensor
-from spd.runtime.models.mtp_weights import check_source, module_layer
+from spd.runtime.models.mtp_weights import check_mtp_source, module_layer
 from tests.formats.formats_helpers import QWEN3, raises_spd_error, write_json
 from tests.helpers import read_model_config
 
@@ -109,10 +109,10 @@ def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None
     target = read_head_folder(ModelFolder(write_head(tmp_path / "target"))).config
     source = MtpSource(ModelFolder(tmp_path), layout, target)
     with open_checkpoint(tmp_path / "whole", shapes) as checkpoint:
-        assert set(check_source(source, checkpoint)) == set(shapes)
+        assert set(check_mtp_source(source, checkpoint)) == set(shapes)
     scaled = {**shapes, "model.layers.2.mlp.down_proj.weight_scale_inv": (1, 1)}
     with open_checkpoint(tmp_path / "scaled", scaled) as checkpoint:
-        assert set(check_source(source, checkpoint)) == set(shapes)
+        assert set(check_mtp_source(source, checkpoint)) == set(shapes)
     for name in deepseek_shapes(modules=2):
         partial = {key: shape for key, shape in shapes.items() if key != name}
         head = find_mtp_layout("DeepseekV3ForCausalLM", set(partial), LAYERS)
@@ -121,7 +121,7 @@ def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None
             with raises_spd_error(
                 CheckpointError, "tensors of the MTP head", "1 missing", name
             ) as caught:
-                check_source(source, checkpoint)
+                check_mtp_source(source, checkpoint)
             assert (
                 "--draft-model HEAD" in caught.value.fix[0] and "convert-mtp" in caught.value.fix[0]
             )
@@ -131,10 +131,10 @@ def test_a_complete_head_passes_and_every_fault_is_named(tmp_path: Path) -> None
     ):
         checkpoint = open_checkpoint(tmp_path / words, {**shapes, extra: shape})
         with checkpoint, raises_spd_error(CheckpointError, words, extra):
-            check_source(source, checkpoint)
+            check_mtp_source(source, checkpoint)
     checkpoint = open_checkpoint(tmp_path / "ints", shapes, torch.int8)
     with checkpoint, raises_spd_error(CheckpointError, "unsupported dtype"):
-        check_source(source, checkpoint)
+        check_mtp_source(source, checkpoint)
 
 
 def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> None:

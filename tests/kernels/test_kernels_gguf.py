@@ -43,7 +43,7 @@ def test_codes_mean_what_blocks_mean(name: str) -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
     kind = BY_NAME[name]
-    assert FORMS[name].bytes_of((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
+    assert FORMS[name].count_bytes((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -58,7 +58,7 @@ def test_tiles_mean_what_blocks_mean(
     weight = grouped(name, blocks, 12)
     tiles = tile_weight(weight)
     assert torch.equal(tiles.plain(torch.float32), expected)
-    assert sum(part.nbytes for part in tiles.tensors) == FORMS[name].bytes_of((12, columns))
+    assert sum(part.nbytes for part in tiles.tensors) == FORMS[name].count_bytes((12, columns))
     stacked = tile_weight(weight.as_experts(3))
     assert torch.equal(stacked.plain(torch.float32), expected.view(3, 4, columns))
 
@@ -70,7 +70,7 @@ def test_tiles_of_steps_that_columns_do_not_fill_mean_what_blocks_mean(
     blocks = drawn_blocks(name, 5, columns)
     tiles = tile_weight(grouped(name, blocks, 5))
     assert torch.equal(tiles.plain(torch.float32), DEQUANTIZERS[name](blocks).view(5, columns))
-    assert sum(part.nbytes for part in tiles.tensors) <= FORMS[name].bytes_of((5, columns))
+    assert sum(part.nbytes for part in tiles.tensors) <= FORMS[name].count_bytes((5, columns))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -131,7 +131,7 @@ def test_products_equal_their_definition(
         stored_bytes = packed.tiles.nbytes + sum(
             part.nbytes for part in packed.quant_parameters.values()
         )
-        assert stored_bytes == FORMS[name].bytes_of((rows, columns))
+        assert stored_bytes == FORMS[name].count_bytes((rows, columns))
     wide = weight.plain(torch.float64).t()
     x = noise(47, columns).to(native.dtype)
     scores = native.packed_linear(x, packed, None, FLOAT32).double()

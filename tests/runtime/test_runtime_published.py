@@ -14,7 +14,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.mtp import find_mtp_source
 from spd.runtime import EngineConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.mtp_weights import check_source, count_module_bytes
+from spd.runtime.models.mtp_weights import check_mtp_source, count_module_bytes
 from spd.runtime.models.weights import check_weights
 from spd.runtime.plan.machine import Machine
 from spd.runtime.plan.memory import page_bytes, recurrent_slot_bytes, state_bytes, tensor_bytes
@@ -117,7 +117,7 @@ def test_every_tensor_is_used_or_named_and_the_mtp_layer_drafts(name: str, shelf
         and source.layout.modules == 1
     )
     assert source.layout.family.zero_centered_norms
-    mtp_tensors_found = check_source(source, folder.checkpoint)
+    mtp_tensors_found = check_mtp_source(source, folder.checkpoint)
     names = {n for n, _, _ in mtp_tensors(row)}
     assert mtp_tensors_found and (
         row.experts[0] or mtp_tensors_found.keys() == {name.removesuffix("_inv") for name in names}
@@ -176,7 +176,7 @@ def test_releases_in_few_bits_are_planned_for(
     unused = check_weights(folder.checkpoint, folder.config, family_layout(folder.config))
     assert unused == [entry[0] for entry in vision]
     source = find_mtp_source(folder)
-    assert source is not None and check_source(source, folder.checkpoint)
+    assert source is not None and check_mtp_source(source, folder.checkpoint)
     plan = resolve_plan(EngineConfig(model=folder), replace(CARD, free_bytes=180 * 2**30))
     assert plan.spec == "mtp"
     stored = sum(SIZES[dtype] * torch.Size(shape).numel() for _, dtype, shape in text)
@@ -230,7 +230,7 @@ def test_every_tensor_of_other_families_is_used(name: str, tmp_path: Path) -> No
     assert (source is not None) == (spec == "mtp")
     if source is not None:
         assert folder.config.architecture in source.layout.family.architectures
-        assert check_source(source, folder.checkpoint)
+        assert check_mtp_source(source, folder.checkpoint)
     stored = (tmp_path / "model.safetensors").stat().st_size
     if name in FILES:  # codes stay, and their scales widen from one byte to two
         assert stored == pytest.approx(FILES[name], rel=0.005)

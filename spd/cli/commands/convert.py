@@ -42,14 +42,14 @@ def convert_mtp(session: Session, options: ConvertOptions) -> None:
     """
     from spd.formats.folder import ModelFolder
     from spd.formats.mtp import plan_head
-    from spd.runtime import check_source
+    from spd.runtime import check_mtp_source
 
     source = ModelFolder.resolve(options.model)
     source.require_folder("spd convert-mtp")
     destination = options.destination or Path(f"{Path(options.model).resolve().name}-mtp")
     destination = destination.expanduser().absolute()
     check_new_folder(destination)
-    plan = plan_head(source, options.model, check_source)
+    plan = plan_head(source, options.model, check_mtp_source)
     with plan.checkpoint:
         own_tables = None if options.dry_run else _write_head(session, plan, destination)
     facts = _head_facts(plan, options.model, destination, own_tables)

@@ -137,7 +137,7 @@ def mtp_facts(folder: ModelFolder) -> Facts | None:
     None if there is none and none is declared.
     """
     from spd.formats.mtp import declared_module_count, find_mtp_source
-    from spd.runtime import DTYPE_BYTES, check_source, module_position_elements
+    from spd.runtime import DTYPE_BYTES, check_mtp_source, module_position_elements
 
     declared = declared_module_count(folder.fields)
     source = find_mtp_source(folder)
@@ -151,7 +151,7 @@ def mtp_facts(folder: ModelFolder) -> Facts | None:
     layout = source.layout
     error = None
     try:
-        check_source(source, checkpoint)
+        check_mtp_source(source, checkpoint)
     except SpdError as refusal:
         error = refusal.message
     per_token = layout.modules * module_position_elements(folder.config, layout.family)

@@ -87,6 +87,7 @@ class GrammarVocabulary:
         return []
 
     def _decode_bytes(self, ids: list[int]) -> bytes:
+        """Return the bytes that token ids stand for."""
         return self._tokenizer.decode_bytes(ids)
 
     def _end_of_text(self, size: int) -> int:

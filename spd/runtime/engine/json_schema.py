@@ -419,6 +419,7 @@ def _subschemas(value: Json, *, is_map: bool = False) -> list[Json]:
 
 
 def _without_definitions(node: JsonObject) -> JsonObject:
+    """Return a schema's keywords without its definitions."""
     return {key: value for key, value in node.items() if key not in DEFINITIONS}
 
 

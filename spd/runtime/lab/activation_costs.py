@@ -12,7 +12,7 @@ from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import ROUNDED, PackedWeight
 from spd.kernels.seeded import seeded_generator
 
-SHAPE = (6144, 1024)
+WEIGHT_SHAPE = (6144, 1024)
 """The rows and columns of the weight."""
 QUANTIZERS = {"int8": quantize_int8, "int4": quantize_int4}
 ROW_COUNTS = (1, 8)
@@ -34,12 +34,12 @@ def measure_time_ratios(native: NativeKernels) -> dict[str, dict[int, float]]:
 def _time_ratios(native: NativeKernels, form: str) -> dict[int, float]:
     """Return the ratios of one form of weights, by the number of rows."""
     generator = seeded_generator()
-    packed = native.pack(QUANTIZERS[form](torch.randn(SHAPE, generator=generator)))
+    packed = native.pack(QUANTIZERS[form](torch.randn(WEIGHT_SHAPE, generator=generator)))
     count = max(2, BYTES_IN_TURN // packed.tiles.nbytes)
     copies = [replace(packed, tiles=packed.tiles.clone()) for _ in range(count)]
     ratios: dict[int, float] = {}
     for rows in ROW_COUNTS:
-        x = torch.randn(rows, SHAPE[1], generator=generator).to(native.dtype)
+        x = torch.randn(rows, WEIGHT_SHAPE[1], generator=generator).to(native.dtype)
         whole: list[int] = []
         rounded: list[int] = []
         for copy in copies * REPETITIONS:

@@ -22,7 +22,7 @@ from spd.errors import IncompatibleError, NetworkError, NotFoundError, SpdError,
 CONNECT_SECONDS = 10.0
 REPLY_SECONDS = 600.0
 """Seconds until a reply has to be complete, waiting in the server's queue included."""
-MAX_BYTES = 16 * 2**20
+MAX_REPLY_BYTES = 16 * 2**20
 """The largest reply that is read."""
 CHUNK_BYTES = 2**16
 BUSY_STATUSES = (429, 503)
@@ -79,41 +79,47 @@ class ApiServer:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def models(self) -> list[str]:
-        """Return the names of the models that are served. Raises SpdError."""
+        """Ask the server for the names of its models, and return them. Raises SpdError."""
         answer = self._request("GET", "/models")
-        entries = at(answer, "data")
+        entries = value_at(answer, "data")
         if not isinstance(entries, list):
             raise self._wrong_answer("/models", "has no list `data`")
-        return [name for entry in entries if isinstance(name := at(entry, "id"), str)]
+        return [name for entry in entries if isinstance(name := value_at(entry, "id"), str)]
 
     def chat(self, body: Mapping[str, object]) -> ApiReply:
-        """Return the reply to a chat completion that is not streamed. Raises SpdError."""
+        """Send a chat completion that is not streamed, wait, and return the reply. Raises
+        SpdError.
+        """
         answer = self._request("POST", "/chat/completions", {**body, "stream": False})
-        choices = at(answer, "choices")
+        choices = value_at(answer, "choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
-        message = at(choice, "message")
+        message = value_at(choice, "message")
         if not isinstance(message, dict):
             raise self._wrong_answer("/chat/completions", "has no `choices` with a `message`")
         # Servers name the part of a reply that is thinking differently; some repeat it.
-        parts = [_text(message, "reasoning_content") or _text(message, "reasoning")]
-        parts.append(_text(message, "content"))
+        parts = [_text_at(message, "reasoning_content") or _text_at(message, "reasoning")]
+        parts.append(_text_at(message, "content"))
         details = "usage.completion_tokens_details"
-        timings = at(answer, "timings")
+        timings = value_at(answer, "timings")
         return ApiReply(
             text="".join(parts).encode("utf-8", "backslashreplace").decode(),
-            finish_reason=_text(choice, "finish_reason"),
-            tokens=_count(answer, "usage.completion_tokens"),
-            drafted=_count(answer, f"{details}.draft_tokens", _count(timings, "draft_n")),
-            accepted=_count(
-                answer, f"{details}.accepted_draft_tokens", _count(timings, "draft_n_accepted")
+            finish_reason=_text_at(choice, "finish_reason"),
+            tokens=_count_at(answer, "usage.completion_tokens"),
+            drafted=_count_at(answer, f"{details}.draft_tokens", _count_at(timings, "draft_n")),
+            accepted=_count_at(
+                answer, f"{details}.accepted_draft_tokens", _count_at(timings, "draft_n_accepted")
             ),
-            entries=_token_entries(at(choice, "logprobs.content")),
+            entries=_token_entries(value_at(choice, "logprobs.content")),
         )
 
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None
     ) -> dict[str, object]:
-        """Return the object that is answered; wait while the server is busy. Raises SpdError."""
+        """Send a request and return the JSON object of its answer; repeat it while the server is
+        busy.
+
+        Raises SpdError.
+        """
         for number in range(MAX_WAITS + 1):
             status, headers, data = self._exchange(method, path, body)
             if status not in BUSY_STATUSES or number == MAX_WAITS:
@@ -124,7 +130,7 @@ class ApiServer:
         try:
             answer = json.loads(data)
         except (ValueError, RecursionError):
-            reason = [line] if (line := _line(data)) else []
+            reason = [line] if (line := _one_line(data)) else []
             raise self._wrong_answer(path, "is no JSON", reason) from None
         if not isinstance(answer, dict):
             raise self._wrong_answer(path, "is no JSON object")
@@ -133,7 +139,7 @@ class ApiServer:
     def _exchange(
         self, method: str, path: str, body: Mapping[str, object] | None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Return status, headers and body of one answer. Raises NetworkError."""
+        """Send one request; return status, headers and body of its answer. Raises NetworkError."""
         headers = dict(self._headers)
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -148,7 +154,7 @@ class ApiServer:
                 data = None if body is None else json.dumps(body).encode()
                 connection.request(method, self._path + path, data, headers)
                 response = connection.getresponse()
-                answer = response.status, response.headers, self._read(response, path)
+                answer = response.status, response.headers, self._read_body(response, path)
             if time.monotonic() >= deadline:  # a connection that is shut looks like an end
                 raise TimeoutError
             return answer
@@ -156,16 +162,16 @@ class ApiServer:
             if time.monotonic() >= deadline:
                 reason = f"no whole reply within {REPLY_SECONDS:g} s"
                 fix = ["a smaller -n, or --concurrency 1"]
-                raise self._failure(path, reason, fix) from None
+                raise self._network_error(path, reason, fix) from None
             fault = str(error) or type(error).__name__
             if isinstance(error, http.client.IncompleteRead):
                 fault = "the reply ended before it was whole"
-            raise self._failure(path, fault, ["see the server's log"]) from None
+            raise self._network_error(path, fault, ["see the server's log"]) from None
         finally:
             timer.cancel()
 
     def _connect(self) -> http.client.HTTPConnection:
-        """Return an open connection. Raises NetworkError."""
+        """Open a connection to the server. Raises NetworkError."""
         connect = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         connection = connect(self._host, self._port, timeout=CONNECT_SECONDS)
         try:
@@ -181,18 +187,24 @@ class ApiServer:
             raise NetworkError(f"cannot connect to {self.url}", reason=reason, fix=fix) from None
         return connection
 
-    def _read(self, response: http.client.HTTPResponse, path: str) -> bytes:
-        """Return the body of an answer. Raises NetworkError for a large one, IncompleteRead."""
+    def _read_body(self, response: http.client.HTTPResponse, path: str) -> bytes:
+        """Read the body of an answer.
+
+        Raises NetworkError for one above `MAX_REPLY_BYTES`, IncompleteRead for one that breaks off.
+        """
         body = bytearray()
         while chunk := response.read1(CHUNK_BYTES):
             body += chunk
-            if len(body) > MAX_BYTES:
-                raise self._failure(path, f"the reply is larger than {MAX_BYTES >> 20} MiB")
+            if len(body) > MAX_REPLY_BYTES:
+                raise self._network_error(
+                    path, f"the reply is larger than {MAX_REPLY_BYTES >> 20} MiB"
+                )
         if response.length:  # `read1` does not say that bytes are missing
             raise http.client.IncompleteRead(bytes(body), response.length)
         return bytes(body)
 
-    def _failure(self, path: str, reason: str, fix: Sequence[str] = ()) -> NetworkError:
+    def _network_error(self, path: str, reason: str, fix: Sequence[str] = ()) -> NetworkError:
+        """Return the NetworkError for a path of this server."""
         return NetworkError(
             f"{self.url}{path}: {reason}", fix=fix or ["is this a server of OpenAI's API?"]
         )
@@ -230,22 +242,22 @@ class ApiServer:
         return NetworkError(message, reason=reason, fix=["see the server's log"])
 
 
-def at(value: object, path: str) -> object:
+def value_at(value: object, path: str) -> object:
     """Return what stands at a dotted path of nested objects; None where there is nothing."""
     for name in path.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value
 
 
-def _text(value: object, path: str) -> str:
+def _text_at(value: object, path: str) -> str:
     """Return the text at a path, empty where there is none."""
-    text = at(value, path)
+    text = value_at(value, path)
     return text if isinstance(text, str) else ""
 
 
-def _count(value: object, path: str, default: int | None = None) -> int | None:
+def _count_at(value: object, path: str, default: int | None = None) -> int | None:
     """Return the count at a path, or the default."""
-    count = at(value, path)
+    count = value_at(value, path)
     return count if isinstance(count, int) and 0 <= count < 2**31 else default
 
 
@@ -253,9 +265,9 @@ def _token_entries(value: object) -> tuple[TokenEntry, ...]:
     """Return tokens with their log-probabilities; none if one of them is not as the API has it."""
     entries = []
     for item in value if isinstance(value, list) else ():
-        data, logprob = _token(item)
-        top_items = at(item, "top_logprobs")
-        top = dict(map(_token, top_items)) if isinstance(top_items, list) else {}
+        data, logprob = _token_of(item)
+        top_items = value_at(item, "top_logprobs")
+        top = dict(map(_token_of, top_items)) if isinstance(top_items, list) else {}
         if not data or logprob is None:
             return ()
         top_logprobs = {token: number for token, number in top.items() if number is not None}
@@ -263,11 +275,11 @@ def _token_entries(value: object) -> tuple[TokenEntry, ...]:
     return tuple(entries)
 
 
-def _token(item: object) -> tuple[bytes, float | None]:
+def _token_of(item: object) -> tuple[bytes, float | None]:
     """Return the bytes of a token and its log-probability."""
-    data = at(item, "bytes")
-    logprob = at(item, "logprob")
-    token = _text(item, "token").encode("utf-8", "backslashreplace")
+    data = value_at(item, "bytes")
+    logprob = value_at(item, "logprob")
+    token = _text_at(item, "token").encode("utf-8", "backslashreplace")
     if isinstance(data, list) and all(isinstance(byte, int) and 0 <= byte < 256 for byte in data):
         token = bytes(data) or token
     return token, float(logprob) if isinstance(logprob, int | float) else None
@@ -303,11 +315,15 @@ def _server_message(data: bytes) -> str:
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError):
-        return _line(data)
-    message = _text(answer, "error.message") or _text(answer, "error") or _text(answer, "message")
-    return _line((message or _text(answer, "detail")).encode("utf-8", "backslashreplace"))
+        return _one_line(data)
+    message = (
+        _text_at(answer, "error.message")
+        or _text_at(answer, "error")
+        or _text_at(answer, "message")
+    )
+    return _one_line((message or _text_at(answer, "detail")).encode("utf-8", "backslashreplace"))
 
 
-def _line(data: bytes) -> str:
+def _one_line(data: bytes) -> str:
     """Return the beginning of a text on one line."""
     return " ".join(data[: 8 * MESSAGE_LENGTH].decode("utf-8", "replace").split())[:MESSAGE_LENGTH]

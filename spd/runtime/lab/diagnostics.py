@@ -26,9 +26,9 @@ OK = "ok"
 WARNING = "warning"
 FAILED = "failed"
 GIB = 2**30
-LOW_DISK = 2 * GIB
+LOW_DISK_BYTES = 2 * GIB
 NUM_TOKENS = 24
-REPORT = "spd doctor --json, and report what it prints"
+REPORT_FIX = "spd doctor --json, and report what it prints"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Step:
     slow: bool = False
 
     def run(self, done: Mapping[str, Finding]) -> Finding:
-        """Check, unless something needed has failed; never raises an Exception."""
+        """Run the check, unless a needed one in `done` has failed; an Exception becomes a
+        finding.
+        """
         failed = [name for name in self.needs if name in done and done[name].status == FAILED]
         if failed:
             return Finding(WARNING, f"not checked, because {failed[0]} failed")
@@ -59,7 +61,7 @@ class Step:
             return self.check()
         except Exception as error:
             text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-            fix = tuple(getattr(error, "fix", ())) or (REPORT,)
+            fix = tuple(getattr(error, "fix", ())) or (REPORT_FIX,)
             return Finding(
                 FAILED, text, fix, {"traceback": "".join(traceback.format_exception(error))}
             )
@@ -68,7 +70,7 @@ class Step:
 def diagnostic_steps(*, quick: bool = False) -> list[Step]:
     """Return every check in order; `quick` leaves out those that compile or generate."""
     all_steps = [
-        Step("packages", package_versions),
+        Step("packages", check_package_versions),
         Step("disk", check_storage),
         Step("cpu", check_processor),
         Step("cuda", check_cuda_devices, ("cpu",)),
@@ -81,7 +83,7 @@ def diagnostic_steps(*, quick: bool = False) -> list[Step]:
     return [step for step in all_steps if not (quick and step.slow)]
 
 
-def _version(text: str) -> tuple[int, ...]:
+def _version_numbers(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
     return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
@@ -90,7 +92,7 @@ REQUIREMENT = re.compile(r"([\w-]+)([^;]*)(; platform_system .*)?")
 """A requirement: its name, bounds and system; matches none of an extra or of another Python."""
 
 
-def package_versions() -> Finding:
+def check_package_versions() -> Finding:
     """Compare the interpreter and installed versions with what `spd` requires."""
     versions: dict[str, str] = {"spd": __version__, "python": platform.python_version()}
     missing = []
@@ -104,9 +106,10 @@ def package_versions() -> Finding:
         except importlib.metadata.PackageNotFoundError:
             missing += [] if optional else [f"{name}{bounds_text}"]
             continue
-        installed = _version(versions[name])
+        installed = _version_numbers(versions[name])
         bounds = [
-            (sign, _version(bound)) for sign, bound in re.findall(r"(<|>=)([\d.]+)", bounds_text)
+            (sign, _version_numbers(bound))
+            for sign, bound in re.findall(r"(<|>=)([\d.]+)", bounds_text)
         ]
         if not all(
             installed < bound if sign == "<" else installed >= bound for sign, bound in bounds
@@ -146,7 +149,7 @@ def check_storage() -> Finding:
         f"{free_bytes / GIB:.1f} GiB free for {folder}" for folder, free_bytes in free.items()
     )
     line = " · ".join([*free_texts, f"{len(models)} models downloaded"])
-    if min(free.values()) < LOW_DISK:
+    if min(free.values()) < LOW_DISK_BYTES:
         return Finding(
             WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts
         )
@@ -154,7 +157,7 @@ def check_storage() -> Finding:
 
 
 def check_demo() -> Finding:
-    """Plan the embedded demo with default options."""
+    """Check that the embedded demo can be planned with default options; loads no weights."""
     from spd.formats.demo import demo_folder
     from spd.runtime.plan.memory import position_bytes
     from spd.runtime.plan.plan import make_plan
@@ -324,7 +327,7 @@ def _count_rows(rows: int) -> str:
 
 
 def check_texts() -> Finding:
-    """Let the demo generate with drafts, which change no token, and by torch."""
+    """Check that the demo generates the same tokens with drafts, without them, and by torch."""
     from spd.formats.demo import demo_folder
     from spd.runtime.lab.prompt_set import encode_prompts, read_prompts, select_prompts
     from spd.runtime.lab.replay import make_requests, replay_requests
@@ -348,10 +351,10 @@ def check_texts() -> Finding:
     facts = {"tokens": with_drafts.tokens, "accepted": with_drafts.speculated, "kernels": kernels}
     facts["differences"] = [*with_drafts.differences, *with_torch.differences]
     if with_drafts.differences:
-        return Finding(FAILED, f"{line}: not the same text", ("--spec off", REPORT), facts)
+        return Finding(FAILED, f"{line}: not the same text", ("--spec off", REPORT_FIX), facts)
     if with_torch.differences:
         return Finding(
-            FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT), facts
+            FAILED, f"{line}: not the text of torch's", ("--kernels torch", REPORT_FIX), facts
         )
     return Finding(OK, f"{line}: the same text", (), facts)
 

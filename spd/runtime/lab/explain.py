@@ -51,7 +51,9 @@ class Trace:
 
 
 def _read_round(value: Mapping[str, Any]) -> RoundRecord:
-    """Return a round, if its fields have valid types; raises TypeError or KeyError otherwise."""
+    """Return the record of a round's JSON object. Raises TypeError or KeyError for an invalid
+    one.
+    """
     record = RoundRecord(**value)
     counts = (record.round, record.accepted, record.k, len(record.committed))
     kinds = (
@@ -66,7 +68,10 @@ def _read_round(value: Mapping[str, Any]) -> RoundRecord:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file. Raises NotFoundError, and UsageError naming an invalid line."""
+    """Read a trace file, without rounds that follow a prompt.
+
+    Raises NotFoundError, and UsageError naming an invalid line.
+    """
     fix = "spd generate --trace FILE writes one"
     lines = read_input_text(path, fix, LINES_LIMIT).splitlines()
     trace = Trace()
@@ -117,7 +122,7 @@ def fit_costs(records: Sequence[RoundRecord], *, drafts_at_once: bool = False) -
             owner = after if part == "draft" else record
             if owner is not None and owner.request == record.request:
                 samples[part].setdefault(owner.k, []).append(record.ms[part])
-    costs = {part: _medians(by_k) for part, by_k in samples.items()}
+    costs = {part: _median_of_each(by_k) for part, by_k in samples.items()}
     draft = {**costs["draft"], 0: 0.0}
     times = [time for k, by_k in samples["draft"].items() if k for time in by_k]
     if drafts_at_once and times:
@@ -125,7 +130,8 @@ def fit_costs(records: Sequence[RoundRecord], *, drafts_at_once: bool = False) -
     return {**costs, "draft": draft}
 
 
-def _medians(samples: Mapping[int, list[float]]) -> dict[int, float]:
+def _median_of_each(samples: Mapping[int, list[float]]) -> dict[int, float]:
+    """Return the median at each k with at least `MIN_ROUNDS` samples; at all k where none has."""
     enough = {k: values for k, values in samples.items() if len(values) >= MIN_ROUNDS} or samples
     return {k: median(values) for k, values in sorted(enough.items())}
 

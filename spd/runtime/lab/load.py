@@ -48,9 +48,10 @@ def run_pass(
     arrivals: Sequence[float] | None = None,
     watch: Callable[[int], object] = lambda ended: None,
 ) -> Pass:
-    """Run requests, `concurrency` at a time or at their `arrivals`.
+    """Run requests to their end, `concurrency` at a time or at their `arrivals` in seconds.
 
-    watch: called each step with the number of requests that have ended.
+    Returns their outputs, the records of rounds, and the seconds. Sets the engine's `trace`
+    meanwhile. watch: called each step with the number of requests that have ended.
     """
     timelines = [Timeline(request=request, arrived=0.0) for request in requests]
     timelines_by_id = {timeline.request.id: timeline for timeline in timelines}
@@ -60,7 +61,7 @@ def run_pass(
     limit = concurrency if arrivals is None else len(timelines)
     start = time.perf_counter()
 
-    def add_due() -> bool:
+    def add_due_requests() -> bool:
         """Add the requests that are due; return False once all have ended."""
         nonlocal admitted, running
         while admitted < len(timelines) or engine.has_work:
@@ -79,7 +80,7 @@ def run_pass(
         return False
 
     try:
-        for events in drive(engine.step, add_due):
+        for events in drive(engine.step, add_due_requests):
             for event in events:
                 timelines_by_id[event.request_id].add(event)
                 running -= event.finish_reason is not None

@@ -36,11 +36,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt in token ids; `prompt_tokens` is the length that was requested."""
+    """A prompt in token ids."""
 
     prompt: Prompt
     ids: tuple[int, ...]
-    prompt_tokens: int | None = None
+    requested_length: int | None = None
+    """The length in tokens that was requested; None: the prompt's own."""
 
     def request(
         self,
@@ -67,7 +68,7 @@ def read_prompts(path: Path = BUILTIN_PROMPTS) -> tuple[Prompt, ...]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        text, category = _parse(
+        text, category = _parse_prompt_line(
             line, f"{path.name}, line {number}", json_lines=path.suffix == ".jsonl"
         )
         counts[category] = counts.get(category, 0) + 1
@@ -79,7 +80,11 @@ def read_prompts(path: Path = BUILTIN_PROMPTS) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def _parse(line: str, location: str, *, json_lines: bool) -> tuple[str, str]:
+def _parse_prompt_line(line: str, location: str, *, json_lines: bool) -> tuple[str, str]:
+    """Return the text and the category of a line: its JSON fields, or the line itself and "file".
+
+    Raises UsageError, which names `location`, for JSON that is no prompt.
+    """
     if not json_lines:
         return line, "file"
     try:
@@ -134,7 +139,9 @@ def encode_prompts(
     lengths: Sequence[int | None],
     max_tokens: int,
 ) -> list[EncodedPrompt]:
-    """Return prompts at every length (None: their own), filled up in front.
+    """Encode prompts at every length in tokens (None: their own), filled up in front.
+
+    Reads the folder's tokenizer.
 
     Raises UsageError for one that is too long.
     """
@@ -145,7 +152,9 @@ def encode_prompts(
     encoded = []
     for length, prompt in product(lengths, prompts):
         ids = (
-            _encode(folder=model, prompt=prompt, prompts=prompts, length=length, context=context)
+            _encode_at_length(
+                folder=model, prompt=prompt, prompts=prompts, length=length, context=context
+            )
             if (length or 0) <= context
             else []
         )
@@ -157,9 +166,14 @@ def encode_prompts(
     return encoded
 
 
-def _encode(
+def _encode_at_length(
     folder: ModelFolder, prompt: Prompt, prompts: Sequence[Prompt], length: int | None, context: int
 ) -> list[int]:
+    """Return a prompt's ids in the chat template, cut or filled up in front to `length` tokens.
+
+    The filler is the texts of its category. Without a tokenizer the ids are random. length: None
+    for the prompt's own.
+    """
     tokenizer = folder.tokenizer
     template = folder.template
     if tokenizer is None:

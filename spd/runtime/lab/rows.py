@@ -75,12 +75,12 @@ class Result(TypedDict):
     rows: Sequence[Mapping[str, Any]]
 
 
-KEYS = tuple(field.name for field in fields(Workload))
+WORKLOAD_KEYS = tuple(field.name for field in fields(Workload))
 """The fields of a workload, which a row and its plain partner share."""
 MACHINE_SETTINGS = ("lag", "graphs", "tp")
 """Settings that a row's plain partner has too."""
 DRAFTING_SETTINGS = ("draft_max", "verify", "draft_tp")
-IDENTITY = ("model", *KEYS, "method", "adaptive", *DRAFTING_SETTINGS, *MACHINE_SETTINGS)
+IDENTITY = ("model", *WORKLOAD_KEYS, "method", "adaptive", *DRAFTING_SETTINGS, *MACHINE_SETTINGS)
 
 
 def make_rows(
@@ -109,11 +109,11 @@ def make_rows(
                 for _, samples_of in sorted(repetitions.items())
                 if len(samples_of) == full_count
             ]
-            speeds = [_speed(samples_of) for samples_of in complete]
+            speeds = [_total_speed(samples_of) for samples_of in complete]
             if complete and all(speeds):
                 model = models[config] if models else ""
                 rows.append(
-                    _row(
+                    _make_row(
                         model=model,
                         work=work,
                         plan=plans[config],
@@ -127,14 +127,15 @@ def make_rows(
     return rows
 
 
-def _speed(samples: Iterable[Sample]) -> float:
+def _total_speed(samples: Iterable[Sample]) -> float:
+    """Return the tokens, or requests, a second over all samples together; 0 without any time."""
     speeds = [sample.speed for sample in samples]
     tokens = sum(count for count, _ in speeds)
     seconds = sum(duration for _, duration in speeds)
     return tokens / seconds if seconds else 0.0
 
 
-def _row(
+def _make_row(
     model: str,
     work: Workload,
     plan: Mapping[str, Any],
@@ -144,8 +145,8 @@ def _row(
     """Return the row of a configuration on a workload, without its ratios to other rows."""
     samples = [sample for repetition in repetitions for sample in repetition]
     rounds = sum(sample.rounds for sample in samples)
-    drafted = _sums(sample.drafted_per_position for sample in samples)
-    accepted = _sums(sample.accepted_per_position for sample in samples)
+    drafted = _sum_by_position(sample.drafted_per_position for sample in samples)
+    accepted = _sum_by_position(sample.accepted_per_position for sample in samples)
     after_first = sum(sample.tokens_after_first for sample in samples)
     return {
         "model": model,
@@ -166,9 +167,9 @@ def _row(
         "prompts": sorted({name for sample in samples for name in sample.prompts}),
         "repetitions": len(repetitions),
         "tokens_per_second": repeat_interval(speeds),
-        "ttft_ms": _latency([ms for sample in samples for ms in sample.ttft_ms]),
-        "tpot_ms": _latency([ms for sample in samples for ms in sample.tpot_ms]),
-        "itl_ms": _latency([ms for sample in samples for ms in sample.itl_ms]),
+        "ttft_ms": _latency_statistics([ms for sample in samples for ms in sample.ttft_ms]),
+        "tpot_ms": _latency_statistics([ms for sample in samples for ms in sample.tpot_ms]),
+        "itl_ms": _latency_statistics([ms for sample in samples for ms in sample.itl_ms]),
         "acceptance_length": after_first / rounds if rounds else 0.0,
         "acceptance_rate": sum(accepted) / sum(drafted) if drafted else None,
         "drafted_per_position": drafted,
@@ -179,46 +180,53 @@ def _row(
     }
 
 
-def _latency(values: Sequence[float]) -> Latency | None:
+def _latency_statistics(values: Sequence[float]) -> Latency | None:
+    """Return the median, mean and 99th percentile of latencies in milliseconds; None without
+    any.
+    """
     if not values:
         return None
     return {"median": median(values), "mean": fmean(values), "p99": percentile(values, 0.99)}
 
 
-def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
+def _sum_by_position(lists: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sums of lists, position by position; shorter ones count as filled with 0."""
     return [sum(counts) for counts in zip_longest(*lists, fillvalue=0)]
 
 
 def _speed_up(row: Row, rows: Sequence[Row]) -> Interval | None:
     """Return the ratio to the plain row of the same workload, repetition by repetition."""
-    names = ("model", *KEYS, *MACHINE_SETTINGS)
-    identity = _values(row, names)
+    names = ("model", *WORKLOAD_KEYS, *MACHINE_SETTINGS)
+    identity = _field_values(row, names)
     plain = [
-        other for other in rows if other["method"] == "plain" and _values(other, names) == identity
+        other
+        for other in rows
+        if other["method"] == "plain" and _field_values(other, names) == identity
     ]
     if row["method"] == "plain" or not plain:
         return None
-    return _ratio(row["tokens_per_second"], plain[0]["tokens_per_second"])
+    return _speed_ratio(row["tokens_per_second"], plain[0]["tokens_per_second"])
 
 
 def _over_first_model(row: Row, rows: Sequence[Row]) -> Interval | None:
     """Return the ratio to the same work and method with the model that was named first."""
-    names = [*KEYS, *MACHINE_SETTINGS, "method", "adaptive", "verify", "draft_tp"]
+    names = [*WORKLOAD_KEYS, *MACHINE_SETTINGS, "method", "adaptive", "verify", "draft_tp"]
     if not row["adaptive"]:
         names.append("draft_max")  # an adaptive k has each model's own limit
-    identity = _values(row, names)
+    identity = _field_values(row, names)
     first = [other for other in rows if other["model"] == rows[0]["model"]]
-    partner = next((other for other in first if _values(other, names) == identity), None)
+    partner = next((other for other in first if _field_values(other, names) == identity), None)
     if partner is None or row in first:
         return None
-    return _ratio(row["tokens_per_second"], partner["tokens_per_second"])
+    return _speed_ratio(row["tokens_per_second"], partner["tokens_per_second"])
 
 
-def _values(row: Mapping[str, object], names: Sequence[str]) -> tuple[object, ...]:
+def _field_values(row: Mapping[str, object], names: Sequence[str]) -> tuple[object, ...]:
+    """Return the values of these fields of a row, in order."""
     return tuple(row[name] for name in names)
 
 
-def _ratio(speed: Interval, base: Interval) -> Interval:
+def _speed_ratio(speed: Interval, base: Interval) -> Interval:
     """Return the ratio of two speeds, paired by repetition."""
     pairs = zip(speed["values"], base["values"], strict=False)
     return repeat_interval([value / base_value for value, base_value in pairs])
@@ -245,8 +253,8 @@ def compare_results(before: Result, after: Result, threshold: float) -> dict[str
     old_models = models_of(before)
     new_models = models_of(after)
     renamed = old_models != new_models and len(old_models) == len(new_models) == 1
-    old = _keyed(before, ignore_model=renamed)
-    new = _keyed(after, ignore_model=renamed)
+    old = _rows_by_identity(before, ignore_model=renamed)
+    new = _rows_by_identity(after, ignore_model=renamed)
     conditions: list[tuple[str, object, object]] = []
     if renamed:
         conditions.append(("model", old_models[0], new_models[0]))
@@ -254,7 +262,9 @@ def compare_results(before: Result, after: Result, threshold: float) -> dict[str
     new_plan = after["plans"][0] if after["plans"] else {}
     conditions += [(name, old_plan.get(name), new_plan.get(name)) for name in CONDITIONS]
     return {
-        "changes": [_change(old[key], row, threshold) for key, row in new.items() if key in old],
+        "changes": [
+            _speed_change(old[key], row, threshold) for key, row in new.items() if key in old
+        ],
         "only_before": len(old.keys() - new.keys()),
         "only_after": len(new.keys() - old.keys()),
         "models": [old_models[0], new_models[0]] if renamed else [],
@@ -272,7 +282,9 @@ def models_of(result: Result) -> list[str]:
     return list(dict.fromkeys(names)) or [result["model"]]
 
 
-def _keyed(result: Result, *, ignore_model: bool) -> dict[tuple[object, ...], Mapping[str, Any]]:
+def _rows_by_identity(
+    result: Result, *, ignore_model: bool
+) -> dict[tuple[object, ...], Mapping[str, Any]]:
     """Return rows by what two must share to be compared: workload, method, real weights or not."""
     settings = result["settings"]
     rows_by_key = dict[tuple[object, ...], Mapping[str, Any]]()
@@ -283,12 +295,12 @@ def _keyed(result: Result, *, ignore_model: bool) -> dict[tuple[object, ...], Ma
         )
         model = "" if ignore_model else row.get("model") or result["model"]
         work = (settings["max_tokens"], settings["ignore_eos"], prompts, dummy)
-        key = (*work, row["acceptance"], *_values({**row, "model": model}, IDENTITY))
+        key = (*work, row["acceptance"], *_field_values({**row, "model": model}, IDENTITY))
         rows_by_key[key] = {**row, "model": row.get("model") or result["model"]}
     return rows_by_key
 
 
-def _change(
+def _speed_change(
     before: Mapping[str, Any], after: Mapping[str, Any], threshold: float
 ) -> dict[str, Any]:
     """Return the change of a row's speed.
@@ -299,7 +311,7 @@ def _change(
     new: Interval = after["tokens_per_second"]
     old_speed = old["median"]
     new_speed = new["median"]
-    is_noise = _holds(old, new_speed) or _holds(new, old_speed)
+    is_noise = _may_hold(old, new_speed) or _may_hold(new, old_speed)
     verdict = "faster" if new_speed > old_speed else "slower"
     return {
         **{name: after[name] for name in IDENTITY},
@@ -311,7 +323,7 @@ def _change(
     }
 
 
-def _holds(interval: Interval, value: float) -> bool:
+def _may_hold(interval: Interval, value: float) -> bool:
     """True if a value lies in an interval, or if that is unknown."""
     low = interval["low"]
     high = interval["high"]

@@ -71,7 +71,7 @@ class Setting:
         return f"T {self.temperature:g}, {company}"
 
     def changed(self) -> list[Question]:
-        """Return the questions whose first replies differ between the modes."""
+        """Return the questions whose first replies differ with speculation off and on."""
         return [
             question
             for question, replies in self.replies.items()
@@ -219,12 +219,15 @@ class ServerCheck:
         Raises SpdError for a server that fails; what came until then stays in the settings.
         """
         for setting in self.settings:
-            self._ask(setting, setting.questions, setting.replies, REPLIES, watch)
+            self._ask_all(setting, setting.questions, setting.replies, REPLIES, watch)
             changed = setting.changed()[:FRESH_QUESTIONS]
-            self._ask(setting, changed, setting.fresh, FRESH_REPLIES, watch)
+            self._ask_all(setting, changed, setting.fresh, FRESH_REPLIES, watch)
 
     def ask(self, question: Question, mode: Mode, **fields: object) -> ApiReply:
-        """Return one reply. fields: further fields of the request. Raises SpdError."""
+        """Send a question to the server of a mode, and return its reply.
+
+        fields: further fields of the request. Raises SpdError.
+        """
         target = self._targets[mode]
         return target.server.chat(
             {
@@ -241,7 +244,7 @@ class ServerCheck:
     def tokens(self) -> int:
         """Return the tokens that were compared, those of a question in a setting once."""
         return sum(
-            _tokens(replies)
+            _count_tokens(replies)
             for setting in self.settings
             for replies in setting.replies.values()
             if all(replies.values())
@@ -252,7 +255,7 @@ class ServerCheck:
         """Return the tokens of replies to different questions: greedy ones are the same again."""
         return sum(
             {
-                question: _tokens(replies)
+                question: _count_tokens(replies)
                 for setting in self.settings
                 for question, replies in setting.replies.items()
                 if all(replies.values())
@@ -269,7 +272,7 @@ class ServerCheck:
         """Return the most that the chance of blaming a speculation that changes nothing can be."""
         return FALSE_ALARM_CHANCE * len(self.settings)
 
-    def _ask(
+    def _ask_all(
         self,
         setting: Setting,
         questions: Sequence[Question],
@@ -332,6 +335,6 @@ def _still_drafts(count: int) -> IncompatibleError:
     return IncompatibleError(message, reason=reason, fix=fix)
 
 
-def _tokens(replies: Replies) -> int:
+def _count_tokens(replies: Replies) -> int:
     """Return the tokens of a first reply with speculation on; 0 if they are not known."""
     return replies["on"][0].tokens or 0

@@ -85,15 +85,18 @@ class Sweep:
                     for temperature in self.settings.temperatures
                 ]
                 engine.capture_ahead(params, concurrency=1 if load.rate else load.concurrency)
-            self._measure(load, engines)
+            self._measure_load(load, engines)
             for engine in engines:
                 engine.close()
 
-    def _measure(self, load: Load, engines: Sequence[Engine]) -> None:
-        units = list(self._units(load))
+    def _measure_load(self, load: Load, engines: Sequence[Engine]) -> None:
+        """Warm every engine up, then measure all passes of a load, interleaved, until its time is
+        over.
+        """
+        units = list(self._prompt_units(load))
         for index, engine in enumerate(engines):
             work, numbers = units[0]
-            requests = self._requests(index, work, numbers, "warming up")
+            requests = self._make_requests(index, work, numbers, "warming up")
             run_pass(engine, requests, watch=self.watch)
             self.report("warming up", index + 1, len(engines))
         start = time.perf_counter()
@@ -113,7 +116,7 @@ class Sweep:
                     self.report(
                         "measuring", done, (planned or MIN_REPETITIONS) * passes_per_repetition
                     )
-                self._compare(work, numbers, passes)
+                self._compare_texts(work, numbers, passes)
             repetition += 1
             if planned is None:
                 share = self.settings.seconds / len(self.settings.loads)
@@ -122,11 +125,11 @@ class Sweep:
                     min(MAX_REPETITIONS, int(share / (time.perf_counter() - start))),
                 )
 
-    def _units(self, load: Load) -> Iterator[tuple[Workload, list[int]]]:
+    def _prompt_units(self, load: Load) -> Iterator[tuple[Workload, list[int]]]:
         """Yield the prompts of one pass, by number: a single one, or all of a category together."""
         groups: dict[tuple[int | None, str], list[int]] = {}
         for number, prompt in enumerate(self.prompts[0]):
-            groups.setdefault((prompt.prompt_tokens, prompt.prompt.category), []).append(number)
+            groups.setdefault((prompt.requested_length, prompt.prompt.category), []).append(number)
         for (length, category), numbers in groups.items():
             for temperature in self.settings.temperatures:
                 work = Workload(
@@ -142,7 +145,7 @@ class Sweep:
                     count = max(len(numbers), together, BATCH_REQUESTS if load.rate else 0)
                     yield work, list(islice(cycle(numbers), count))
 
-    def _requests(
+    def _make_requests(
         self, index: int, work: Workload, numbers: Sequence[int], tag: str
     ) -> list[Request]:
         """Return requests of a configuration, with the same seeds for every engine."""
@@ -161,7 +164,7 @@ class Sweep:
         self, index: int, engine: Engine, work: Workload, numbers: Sequence[int], repetition: int
     ) -> Pass:
         """Run a workload's requests once on an engine, record the sample, and return the pass."""
-        requests = self._requests(index, work, numbers, f"{index}.{len(self.samples)}")
+        requests = self._make_requests(index, work, numbers, f"{index}.{len(self.samples)}")
         arrivals = work.arrivals(len(requests), repetition)
         measured_pass = run_pass(
             engine, requests, concurrency=work.concurrency, arrivals=arrivals, watch=self.watch
@@ -172,16 +175,18 @@ class Sweep:
                 config=index,
                 work=work,
                 repetition=repetition,
-                prompts=self._names(numbers),
+                prompts=self._prompt_names(numbers),
             )
         )
         return measured_pass
 
-    def _names(self, numbers: Sequence[int]) -> list[str]:
+    def _prompt_names(self, numbers: Sequence[int]) -> list[str]:
         """Return the names of prompts, which are the same for every configuration."""
         return [self.prompts[0][number].prompt.name for number in numbers]
 
-    def _compare(self, work: Workload, numbers: Sequence[int], passes: Mapping[int, Pass]) -> None:
+    def _compare_texts(
+        self, work: Workload, numbers: Sequence[int], passes: Mapping[int, Pass]
+    ) -> None:
         """Compare the texts of a unit with plain decoding of the model on as many ranks.
 
         Only where equality is promised. More ranks add in another order, which was seen to decide
@@ -198,6 +203,6 @@ class Sweep:
             if config.spec == "off" or config.synthetic_acceptance is not None or sampled_otherwise:
                 continue
             expected = passes[plain[config.model, config.tp]]
-            tokens, differences = compare_texts(self._names(numbers), expected, candidate)
+            tokens, differences = compare_texts(self._prompt_names(numbers), expected, candidate)
             self.compared += tokens
             self.differences += [{"config": index, **difference} for difference in differences]

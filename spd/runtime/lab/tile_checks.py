@@ -25,7 +25,7 @@ from spd.runtime.load.token_tiles import (
 )
 from spd.runtime.plan.kernel_choice import OLDEST_CAPABILITY
 
-SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
+TESTED_SHAPES = ((6144, 4096), (24576, 1024), (1000, 320))
 """[n, k] of a weight that adds to a stream, of gate and up, and of a head with odd sizes."""
 TESTED_ROWS = TOKEN_TILES[-1]
 
@@ -41,18 +41,28 @@ Operands = tuple[AnyWeight | Norm | None, ...]
 Results = Tensor | tuple[Tensor, ...]
 
 
-def find_widest_tiles(cache: Callable[[], Path]) -> list[TileAnswer]:
-    """Measure each kind of GPU here that runs the kernels, and store the answers."""
+def find_widest_tiles(cache_folder: Callable[[], Path]) -> list[TileAnswer]:
+    """Check each kind of GPU here that runs the kernels, and store its widest exact tiles in a
+    file.
+
+    cache_folder: returns the folder of these files.
+    """
     answers: list[TileAnswer] = []
     for device in (torch.device("cuda", index) for index in range(torch.cuda.device_count())):
-        bound = describe_kernel_environment(device)
+        kernel_environment = describe_kernel_environment(device)
         capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_CAPABILITY or any(bound == answer["for"] for answer in answers):
+        if capability < OLDEST_CAPABILITY or any(
+            kernel_environment == answer["for"] for answer in answers
+        ):
             continue
         with torch.cuda.device(device):
             widest = widest_exact_tiles(partial(load_kernels, "triton", None), device)
         answers.append(
-            {"for": bound, "widest": widest, "file": store_tile_limits(cache, bound, widest)}
+            {
+                "for": kernel_environment,
+                "widest": widest,
+                "file": store_tile_limits(cache_folder, kernel_environment, widest),
+            }
         )
     return answers
 
@@ -61,12 +71,16 @@ def widest_exact_tiles(
     load: Callable[[TokenTileLimits], Kernels],
     device: torch.device,
     kinds: Sequence[str] = WEIGHT_DTYPES,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
+    shapes: Sequence[tuple[int, int]] = TESTED_SHAPES,
 ) -> TokenTileLimits:
-    """Return the widest tile of each kind that changes no bit; `load` makes kernels."""
+    """Run products with ever wider tiles on a GPU; return the widest tile of each kind of weights
+    that changes no bit.
+
+    load: makes kernels with limits of tiles.
+    """
     widest = dict.fromkeys(kinds, TOKEN_TILES[0])
     for kind in kinds:
-        products = list(_products(kind, device, shapes))
+        products = list(_operations(kind, device, shapes))
         for tile in TOKEN_TILES[1:]:
             narrow = load({})
             wide = load({kind: tile})
@@ -96,6 +110,7 @@ def _gives_same_bits(
 
 
 def _first_tensor(results: Results) -> Tensor:
+    """Return the first of an operation's results."""
     return _as_tuple(results)[0]
 
 
@@ -106,14 +121,16 @@ def _equal_bits(expected: Results, actual: Results) -> bool:
 
 
 def _as_tuple(results: Results) -> tuple[Tensor, ...]:
+    """Return an operation's results as a tuple, also a single one."""
     return results if isinstance(results, tuple) else (results,)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, uint8 [n]."""
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _products(
+def _operations(
     kind: str, device: torch.device, shapes: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, Operands]]:
     """Yield operations with their operands, whose results show all that a tile might change."""

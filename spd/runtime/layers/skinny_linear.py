@@ -77,7 +77,7 @@ class SkinnyLinear(OutputHead):
         """Return float32 logits [T, V] of hidden [T, hidden]."""
         return self.kernels.head_logits(hidden, self.weight)
 
-    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    def sample_tokens(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
         """Return sampled tokens [T] of hidden [T, hidden], and which are finite: product and draw
         are fused.
         """

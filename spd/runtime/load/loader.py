@@ -359,7 +359,7 @@ class HeadSource:
         """
         tables: dict[str, Tensor] = {}
         for key, shared in part.shared.items():
-            table = self._read_table(key, shared, checkpoint, execution.shard.ids(shared.rows))
+            table = self._read_table(key, shared, checkpoint, execution.shard.id_range(shared.rows))
             if table is not None:
                 tables[key] = table.to(execution.device, execution.dtype)
         return tables

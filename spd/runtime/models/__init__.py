@@ -56,9 +56,10 @@ def family_layout(config: ModelConfig) -> ModelLayout:
 
 
 def unused_tensors(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the names that a model or a head does not use.
+    """Check a checkpoint's tensors against a model or a head; return the names that it does not
+    use.
 
-    Raises one CheckpointError for all that it lacks.
+    Raises one CheckpointError for all tensors that it lacks, or has in another shape or dtype.
     """
     if config.eagle3 is not None:
         return eagle3.check_eagle3(config, checkpoint)

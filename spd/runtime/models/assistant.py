@@ -19,7 +19,7 @@ from spd.runtime.models.parameters import ParameterSpec, Shard
 if TYPE_CHECKING:
     import torch
 
-CENTROIDS = "masked_embedding.centroids.weight"
+CENTROIDS_TENSOR = "masked_embedding.centroids.weight"
 
 
 def layout(
@@ -56,7 +56,7 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
         return parameters
     parameters["head_table"] = ParameterSpec.from_shapes({EMBEDDING: (size, hidden)})
     parameters["centroids"] = ParameterSpec.from_shapes(
-        {CENTROIDS: (assistant.num_clusters, hidden)}
+        {CENTROIDS_TENSOR: (assistant.num_clusters, hidden)}
     )
     return parameters
 
@@ -75,7 +75,7 @@ def find_cache_sources(target: weights.ModelLayout) -> dict[bool, int]:
 
 
 def check_assistant(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the names that an assistant does not use.
+    """Check an assistant's checkpoint, and return the names of tensors that it does not use.
 
     Raises one CheckpointError for all that it lacks.
     """
@@ -115,7 +115,10 @@ def head_parts(
 
 
 def _read_token_order(checkpoint: Checkpoint, size: int) -> torch.Tensor:
-    """Return token ids int64 [V], cluster by cluster."""
+    """Read the token ids int64 [V], cluster by cluster.
+
+    Raises CheckpointError unless each id of the vocabulary stands there once.
+    """
     import torch
 
     order = checkpoint.read(TOKEN_ORDERING).long()

@@ -90,7 +90,7 @@ class Attention:
         qkv = self.qkv(stream, batch)
         gates: Tensor | None = None
         if self.gating is not None:
-            qkv, gates = self.gating.split(qkv)
+            qkv, gates = self.gating.split_gates(qkv)
         for change_qkv in self.qkv_steps:
             qkv = change_qkv(qkv)
         query = self.query_key_step(qkv, rows, cache)
@@ -100,11 +100,13 @@ class Attention:
         if self.narrow_values is not None:
             mixed = self.narrow_values(mixed)
         if self.gating is not None:
-            mixed = self.gating.apply(mixed, gates, stream, batch)
+            mixed = self.gating.apply_gates(mixed, gates, stream, batch)
         return self.output(mixed, batch, stream if onto is None else onto)
 
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """Return the attention of queries [T, H, D] over the pages: [T, H * D]."""
+        """Return the mix of values, [T, H * D], that queries [T, H, D] attend to in the slots'
+        pages.
+        """
         pools = cache.keys_and_values
         plans = batch.block_plan if self.layout.sees_block else batch.plan
         plan = plans[self.layout.heads]
@@ -116,7 +118,9 @@ class Attention:
 
 
 def _reorder_rows(layout: GqaLayout, tensors: BlockTensors, build: LayerBuilder) -> None:
-    """Reorder the projection's rows for the kernels: gates last, rotated elements in halves."""
+    """Reorder the projection's rows in place for the kernels: gates last, rotated elements in
+    halves.
+    """
     if layout.gate == "after_queries":
         build.reorder(tensors, "qkv", _order_gates_last(layout))
     order = layout.rotary.order
@@ -214,7 +218,7 @@ class LatentAttention:
         """
         pages, *scales = cache.pools
         page_scales = scales[0] if scales else None
-        query, latent = self._project(stream, batch)
+        query, latent = self._project_queries_and_latent(stream, batch)
         unrotated, rotated = torch.split(
             query, [self.latent.nope_dim, self.latent.rope_dim], dim=-1
         )
@@ -250,7 +254,9 @@ class LatentAttention:
         )
         return self.output(values.flatten(1), batch, stream)
 
-    def _project(self, stream: Residual, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def _project_queries_and_latent(
+        self, stream: Residual, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
         """Return queries [T, H, N + R], neither rotated nor absorbed, and latent vectors and keys
         [T, L + R].
         """

@@ -17,7 +17,7 @@ from spd.runtime.models.parameters import (
     Rows,
     Shape,
     Shard,
-    fused,
+    fused_parameters,
 )
 
 
@@ -121,11 +121,11 @@ class GqaLayout:
 
     def sharded(self, shard: Shard) -> GqaLayout:
         """Return the layout of a rank's heads; ranks sum the results of their output columns."""
-        key_shard = shard.of_keys(self.num_kv_heads)
+        key_shard = shard.shard_of_keys(self.num_kv_heads)
         return replace(
             self,
-            num_heads=shard.share(self.num_heads, "attention heads"),
-            num_kv_heads=key_shard.share(self.num_kv_heads, "key and value heads"),
+            num_heads=shard.count_per_rank(self.num_heads, "attention heads"),
+            num_kv_heads=key_shard.count_per_rank(self.num_kv_heads, "key and value heads"),
             shard=shard,
             key_shard=key_shard,
         )
@@ -152,12 +152,14 @@ class GqaLayout:
         if self.has_paired_input:
             parameters["state_norm"] = ParameterSpec.from_shapes({"hidden_norm.weight": (width,)})
             width = 2 * width
-        parameters |= fused("qkv", "self_attn", self._projections(), width, biased=self.qkv_bias)
+        parameters |= fused_parameters(
+            "qkv", "self_attn", self._projections(), width, biased=self.qkv_bias
+        )
         if self.gate == "per_head":
             rows = {"g_proj": self.shard.rows(self.num_heads)}
-            parameters |= fused("gates", "self_attn", rows, self.hidden_size)
+            parameters |= fused_parameters("gates", "self_attn", rows, self.hidden_size)
         output_width = self.num_heads * self.value_size
-        parameters |= fused(
+        parameters |= fused_parameters(
             "output",
             "self_attn",
             {"o_proj": self.hidden_size},

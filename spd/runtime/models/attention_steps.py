@@ -51,11 +51,11 @@ class QueryKeyStep(Protocol):
 class OutputGating(Protocol):
     """The gates of an attention's result."""
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the projection without gates, and its gates [T, H * D], None if it has none."""
         ...
 
-    def apply(
+    def apply_gates(
         self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
     ) -> Tensor:
         """Return the result [T, H * D] multiplied by the sigmoid of its gates."""
@@ -251,12 +251,12 @@ class FusedGates:
     def __init__(self, layout: GqaLayout) -> None:
         self.widths = [layout.widest, layout.num_heads * layout.head_dim]
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the projection without gates, and the gates [T, H * D]."""
         qkv, gates = torch.split(qkv, self.widths, dim=1)
         return qkv.contiguous(), gates.contiguous()
 
-    def apply(
+    def apply_gates(
         self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
     ) -> Tensor:
         """Return the result [T, H * D] multiplied by the sigmoid of its gates."""
@@ -270,11 +270,11 @@ class HeadGates:
 
     projection: Projection
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split_gates(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the projection unchanged, and None: gates have a separate matrix."""
         return qkv, None
 
-    def apply(
+    def apply_gates(
         self, mixed: Tensor, gates: Tensor | None, stream: Residual, batch: ForwardBatch
     ) -> Tensor:
         """Return the result [T, H * D], each head multiplied by the sigmoid of its gate."""

@@ -17,7 +17,7 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.names import HEAD
 from spd.runtime.models import families, weights
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.eagle3 import INTEGERS, read_vocabulary
+from spd.runtime.models.eagle3 import OFFSET_DTYPES, read_vocabulary
 from spd.runtime.models.layouts import ConvolutionLayout
 from spd.runtime.models.parameters import ParameterSpec, Shape, Shard
 
@@ -32,9 +32,9 @@ STATE_PREFIXES = (
     "confidence_head",
 )
 """Prefixes of tensors that change the drafts; a drafter with unknown ones is refused."""
-IGNORABLE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+IGNORABLE_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that repeat others or the target's."""
-CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+CONFIDENCE_TENSORS = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 """Tensors of the confidence head, which are not read."""
 MASK_EMBEDDING = "mask_embedding.pt"
 """A file of an embedding of the mask token, which some engines read."""
@@ -157,7 +157,7 @@ def _context_parameters(config: ModelConfig, shard: Shard) -> dict[str, Paramete
 
 
 def check_block(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the names that a drafter does not use.
+    """Check a drafter's checkpoint, and return the names of tensors that the drafter does not use.
 
     Raises one CheckpointError for all tensors that it lacks, or has in another shape or dtype, and
     one for tensors that are not read and would change its drafts.
@@ -179,12 +179,12 @@ def check_block(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
         expected[TOKEN_OFFSETS] = (block.draft_vocab_size,)
     if block.has_confidence:
         rank = block.markov.rank if block.markov and block.confidence_reads_token else 0
-        weight, bias = CONFIDENCE
+        weight, bias = CONFIDENCE_TENSORS
         expected |= {weight: (1, config.hidden_size + rank), bias: (1,)}
     unused = check_tensors(
         checkpoint,
         expected,
-        dtypes={TOKEN_OFFSETS: INTEGERS},
+        dtypes={TOKEN_OFFSETS: OFFSET_DTYPES},
         description=f"tensors of the {name} drafter",
     )
     unread = [tensor for tensor in unused if tensor.startswith(STATE_PREFIXES)]
@@ -192,7 +192,7 @@ def check_block(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
         message = f"{checkpoint.folder}: {unread[0]}: this kind of {name} drafter is not supported"
         reason = [f"{len(unread)} of its tensors are not read:", *abbreviate(unread)]
         raise CheckpointError(message, reason=reason)
-    ignorable = (*IGNORABLE, TOKEN_OFFSETS)
+    ignorable = (*IGNORABLE_TENSORS, TOKEN_OFFSETS)
     return [tensor for tensor in unused if tensor not in ignorable]
 
 

@@ -53,17 +53,19 @@ class MarkovHead:
         first = hidden.shape[1] - count
         state = self.embedding.new_zeros(hidden.shape[0], self.rank)
         if first:
-            _, state = self._mix(anchor, hidden[:, 0], state)
+            _, state = self._mix_state(anchor, hidden[:, 0], state)
         token = anchor
         tokens = []
         for step in range(count):
-            mixed, state = self._mix(token, hidden[:, first + step], state)
-            row = self._add(logits[:, step], self.output.logits(mixed.contiguous(), len(mixed)))
+            mixed, state = self._mix_state(token, hidden[:, first + step], state)
+            row = self._add_bias(
+                logits[:, step], self.output.logits(mixed.contiguous(), len(mixed))
+            )
             token = draw(row.unsqueeze(1), step)
             tokens.append(token)
         return torch.cat(tokens, 1)
 
-    def _mix(self, token: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def _mix_state(self, token: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input [S, r] of the output matrix for drafts behind tokens [S, 1], and the
         next state [S, r].
         """
@@ -79,7 +81,7 @@ class MarkovHead:
         gate = gate.sigmoid()
         return output.tanh(), gate * state + (1.0 - gate) * candidate.tanh()
 
-    def _add(self, logits: Tensor, bias: Tensor) -> Tensor:
+    def _add_bias(self, logits: Tensor, bias: Tensor) -> Tensor:
         """Return logits [S, V] plus the bias [S, N] of the drafter's ids."""
         if self.ids is None:
             return logits + bias

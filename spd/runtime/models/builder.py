@@ -265,7 +265,7 @@ class LayerBuilder:
         if self.kernels.native is not None:
             return NativeLinear(weight, bias, self.kernels.native, gated=gated)
         if self.fold_norms:
-            return skinny.SkinnyLinear(_tile(weight), bias, self.kernels)
+            return skinny.SkinnyLinear(_tile_for_triton(weight), bias, self.kernels)
         return dense.Linear(self._unstack(weight), self.dtype, bias)
 
     def _unstack(self, weight: StoredWeight) -> Tensor | GroupedWeight:
@@ -290,7 +290,7 @@ class LayerBuilder:
         if self.ranks is None:
             return table
         return products.ShardedEmbedding(
-            table, self.execution.shard.ids(vocab_size)[0], vocab_size, self.ranks
+            table, self.execution.shard.id_range(vocab_size)[0], vocab_size, self.ranks
         )
 
     def head(
@@ -469,7 +469,7 @@ class LayerBuilder:
         return stacked
 
 
-def _tile(weight: StoredWeight) -> AnyWeight:
+def _tile_for_triton(weight: StoredWeight) -> AnyWeight:
     """Return a weight as Triton's products read it."""
     if isinstance(weight, GroupedWeight):
         return tile_weight(weight)

@@ -53,7 +53,7 @@ class AuxStateFuser:
         self.state_norm = tables.get("state_norm")
         self.projection = build.projection(tables.pop("fuse"))
 
-    def fuse(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
+    def fuse_streams(self, streams: Sequence[Tensor], batch: ForwardBatch) -> Tensor:
         """Return states [T, head's hidden] of streams [T, hidden], one for each of `layers`."""
         if self.norms:
             streams = [
@@ -144,7 +144,7 @@ class Decoder:
         which computes no states for a head.
         """
         rotary = self.rotary_rows(batch)
-        stream = self._embed(batch)
+        stream = self._embed_tokens(batch)
         if self.layer_embeddings is not None:
             batch = replace(
                 batch, per_layer=self.layer_embeddings(batch.token_ids, stream.x, batch)
@@ -166,10 +166,10 @@ class Decoder:
         scaled_streams = [
             streams[depth] if scale == 1.0 else streams[depth] * scale for depth in fuser.layers
         ]
-        return ModelOutput(hidden, fuser.fuse(scaled_streams, batch))
+        return ModelOutput(hidden, fuser.fuse_streams(scaled_streams, batch))
 
     def apply_rings(self, segments: Segments, caches: list[LayerCache]) -> None:
-        """Bring the states of recurrent layers to a border, by the tokens of their rings.
+        """Advance the states of recurrent layers to a border, in place, by the rows of their rings.
 
         segments: one row of each slot, a placeholder of the row that is fed next.
         """
@@ -185,7 +185,7 @@ class Decoder:
         """Return the RMS norm of the stream [T, hidden] with scales `weight` [hidden]."""
         return products.normalize_stream(stream, weight, self.epsilon, self.kernels)
 
-    def _embed(self, batch: ForwardBatch) -> Residual:
+    def _embed_tokens(self, batch: ForwardBatch) -> Residual:
         """Return the stream before the first layer: the scaled embeddings of a batch's tokens."""
         ids, table = lookup_operands(self.embedding, batch.token_ids)
         if self.layout.centred_stream or self.layout.normed_embedding:
@@ -212,10 +212,13 @@ class Decoder:
             return scores
         return (scores / self.logit_softcap).tanh_() * self.logit_softcap
 
-    def sample(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a head with a fused draw samples; see `SkinnyLinear.sample`."""
+    def sample_tokens(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+        """Return tokens [T] that a head with a fused draw samples, and which are finite.
+
+        See `SkinnyLinear.sample_tokens`.
+        """
         assert isinstance(self.head, skinny.SkinnyLinear)
-        return self.head.sample(self._head_input(hidden), draw)
+        return self.head.sample_tokens(self._head_input(hidden), draw)
 
 
 def spread_logits(head_logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:

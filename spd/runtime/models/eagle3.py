@@ -24,11 +24,11 @@ from spd.runtime.models.parameters import ParameterSpec, Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORABLE = (TOKEN_OFFSETS, "t2d")
+IGNORABLE_TENSORS = (TOKEN_OFFSETS, "t2d")
 """Tensors that may be unused: one is read separately, the other repeats it."""
 STATE_PREFIXES = (LAYER_PREFIX, "fc", "input_norm", "norm")
 """Prefixes of tensors that change the states; a head with unknown ones is refused."""
-INTEGERS = ("I64", "I32")
+OFFSET_DTYPES = ("I64", "I32")
 """Dtypes of token offsets."""
 
 
@@ -80,7 +80,7 @@ def shares_head(config: ModelConfig, checkpoint: Checkpoint) -> bool:
 
 
 def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
-    """Return the names that a head does not use.
+    """Check a head's checkpoint, and return the names of tensors that the head does not use.
 
     Raises one CheckpointError for all tensors that it lacks, or has in another shape or dtype, and
     one for tensors that are not read and would change its drafts.
@@ -96,7 +96,7 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
     unused = check_tensors(
         checkpoint,
         expected,
-        dtypes={TOKEN_OFFSETS: INTEGERS},
+        dtypes={TOKEN_OFFSETS: OFFSET_DTYPES},
         description="tensors of the EAGLE-3 head",
     )
     unread = [name for name in unused if name.startswith(STATE_PREFIXES)]
@@ -104,7 +104,7 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
         message = f"{checkpoint.folder}: {unread[0]}: this kind of EAGLE-3 head is not supported"
         reason = [f"{len(unread)} of its tensors are not read:", *abbreviate(unread)]
         raise CheckpointError(message, reason=reason)
-    return [name for name in unused if name not in IGNORABLE]
+    return [name for name in unused if name not in IGNORABLE_TENSORS]
 
 
 def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:

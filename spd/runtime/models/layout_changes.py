@@ -81,12 +81,12 @@ class MlpChanges(TypedDict, total=False):
 
 def change_attention(layout: GqaLayout, changes: AttentionChanges) -> GqaLayout:
     """Return a layout of attention with changed fields."""
-    return _change(layout, changes)
+    return _change_fields(layout, changes)
 
 
 def change_mlp(layout: MlpLayout, changes: MlpChanges) -> MlpLayout:
     """Return a layout of an MLP with changed fields."""
-    return _change(layout, changes)
+    return _change_fields(layout, changes)
 
 
 Block = TypeVar("Block", GqaLayout, MlpLayout, MoeLayout)
@@ -97,8 +97,8 @@ def change_norms(layout: Block, changes: NormChanges) -> Block:
     return replace(layout, norms=replace(layout.norms, **changes))
 
 
-def _change(layout: Block, changes: Mapping[str, Any]) -> Block:
-    """Return a layout with changed fields; a mapping changes fields of a group."""
+def _change_fields(layout: Block, changes: Mapping[str, Any]) -> Block:
+    """Return a copy of a layout with changed fields; a mapping changes the fields of a group."""
     values = {
         name: replace(getattr(layout, name), **value) if isinstance(value, Mapping) else value
         for name, value in changes.items()

@@ -22,7 +22,7 @@ from spd.runtime.models.parameters import (
     ParameterSpec,
     Shape,
     Shard,
-    fused,
+    fused_parameters,
 )
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout
 
@@ -45,7 +45,9 @@ class LatentLayout:
 
     def sharded(self, shard: Shard) -> LatentLayout:
         """Return the layout of a rank's heads; ranks sum the results of their output columns."""
-        return replace(self, num_heads=shard.share(self.num_heads, "attention heads"), shard=shard)
+        return replace(
+            self, num_heads=shard.count_per_rank(self.num_heads, "attention heads"), shard=shard
+        )
 
     @property
     def rotary(self) -> RotaryDims:
@@ -69,20 +71,26 @@ class LatentLayout:
         output_width = self.num_heads * latent.value_dim
         parameters = {"norm": ParameterSpec.from_shapes({"input_layernorm.weight": (hidden,)})}
         if query_rank is None:
-            parameters |= fused("down", block, {"q_proj": query, **cached}, hidden)
+            parameters |= fused_parameters("down", block, {"q_proj": query, **cached}, hidden)
         else:
-            parameters |= fused("down", block, {"q_a_proj": query_rank, **cached}, hidden)
+            parameters |= fused_parameters(
+                "down", block, {"q_a_proj": query_rank, **cached}, hidden
+            )
             parameters["query_norm"] = ParameterSpec.from_shapes(
                 {f"{block}.q_a_layernorm.weight": (query_rank,)}
             )
-            parameters |= fused("query", block, {"q_b_proj": query}, query_rank)
+            parameters |= fused_parameters("query", block, {"q_b_proj": query}, query_rank)
         parameters["latent_norm"] = ParameterSpec.from_shapes(
             {f"{block}.kv_a_layernorm.weight": (rank,)}
         )
         up = {"kv_b_proj": self.shard.rows(self.num_heads * latent.nope_dim + output_width)}
-        parameters["up"] = replace(fused("up", block, up, rank)["up"], is_unquantized=True)
+        parameters["up"] = replace(
+            fused_parameters("up", block, up, rank)["up"], is_unquantized=True
+        )
         cut = self.shard.columns(output_width)
-        return parameters | fused("output", block, {"o_proj": hidden}, output_width, cut=cut)
+        return parameters | fused_parameters(
+            "output", block, {"o_proj": hidden}, output_width, cut=cut
+        )
 
     @property
     def cache(self) -> tuple[Shape, ...]:
@@ -146,7 +154,7 @@ class MlpLayout:
 
         Ranks sum the results of their columns of the last matrix.
         """
-        width = shard.share(self.intermediate_size, "elements of an MLP")
+        width = shard.count_per_rank(self.intermediate_size, "elements of an MLP")
         return replace(self, intermediate_size=width, shard=shard)
 
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -163,8 +171,8 @@ class MlpLayout:
         else:
             rows = {"up_proj": self.shard.rows(inner)}
         block = self.names.block
-        parameters = fused("gate_up", block, rows, self.hidden_size, biased=self.bias)
-        return parameters | fused(
+        parameters = fused_parameters("gate_up", block, rows, self.hidden_size, biased=self.bias)
+        return parameters | fused_parameters(
             "down",
             block,
             {"down_proj": self.hidden_size},
@@ -200,8 +208,8 @@ class MoeLayout:
 
         Each rank routes all rows.
         """
-        width = shard.share(self.experts.intermediate_size, "elements of an expert")
-        shared = shard.share(self.experts.shared_size, "elements of a shared expert")
+        width = shard.count_per_rank(self.experts.intermediate_size, "elements of an expert")
+        shared = shard.count_per_rank(self.experts.shared_size, "elements of a shared expert")
         experts = replace(self.experts, intermediate_size=width, shared_size=shared)
         return replace(self, experts=experts, shard=shard)
 
@@ -224,13 +232,13 @@ class MoeLayout:
         """Return the parameters by the names that `MoeMlp` reads."""
         hidden = self.hidden_size
         latent = self.experts.latent_width
-        parameters = self.norms.parameters(hidden) | self._router() | self.matrices()
+        parameters = self.norms.parameters(hidden) | self._router_parameters() | self.matrices()
         if latent is not None:
-            parameters |= fused("latent_in", "mlp", {"fc1_latent_proj": latent}, hidden)
-            parameters |= fused("latent_out", "mlp", {"fc2_latent_proj": hidden}, latent)
+            parameters |= fused_parameters("latent_in", "mlp", {"fc1_latent_proj": latent}, hidden)
+            parameters |= fused_parameters("latent_out", "mlp", {"fc2_latent_proj": hidden}, latent)
         return parameters | (self.shared.matrices() if self.shared else {})
 
-    def _router(self) -> dict[str, ParameterSpec]:
+    def _router_parameters(self) -> dict[str, ParameterSpec]:
         """Return the parameters of the router, and of the shared expert's gate."""
         experts = self.experts
         count = experts.num_experts
@@ -423,7 +431,9 @@ class ConvolutionLayout:
         base = (2, self.kernel, self.hidden_size)
         return {
             "conv_base": ParameterSpec.from_shapes({f"{name}.base_kernel": base}),
-            **fused("conv", name, {"kernel_projection": self.num_factors}, self.hidden_size),
+            **fused_parameters(
+                "conv", name, {"kernel_projection": self.num_factors}, self.hidden_size
+            ),
         }
 
 

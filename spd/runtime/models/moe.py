@@ -130,6 +130,6 @@ def make_expert_weights(
 
 
 def _transpose_each(tensors: BlockTensors, name: str, count: int) -> None:
-    """Replace matrices [in, out] by copies [out, in]."""
+    """Replace the matrices [in, out] of `count` experts by copies [out, in], in `tensors`."""
     matrices = tensors[name].view(count, -1, tensors[name].shape[1]).mT
     tensors[name] = matrices.reshape(-1, matrices.shape[2])

@@ -66,7 +66,7 @@ def module_parts(
 ) -> list[weights.HeadPart]:
     """Return the first `modules` modules, checked against a checkpoint. Raises CheckpointError."""
     if checkpoint is not None:
-        check_source(source, checkpoint)
+        check_mtp_source(source, checkpoint)
     family = source.layout.family
     layout = source.layout
     config = source.config
@@ -102,13 +102,14 @@ def count_module_bytes(
 def module_position_elements(
     config: ModelConfig, family: MtpFamily, shard: Shard = UNSHARDED
 ) -> int:
-    """Return the elements of one position in a module's cache."""
+    """Return the number of elements of one position in a module's cache."""
     return sum(math.prod(shape) for shape in module_layer(config, family, shard).attention.cache)
 
 
-def check_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Return names and shapes of all tensors of the head's modules, which must be there, and no
-    others.
+def check_mtp_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Shape]:
+    """Check that a checkpoint has all tensors of an MTP head's modules, and no others of theirs.
+
+    Returns their names and shapes. Raises CheckpointError otherwise.
     """
     config = source.config
     layout = source.layout

@@ -70,8 +70,8 @@ class Shard:
     rank: int
     size: int
 
-    def share(self, count: int, description: str) -> int:
-        """Return how many of `count` parts each rank has.
+    def count_per_rank(self, count: int, description: str) -> int:
+        """Return how many of `count` equal parts each rank has: `count` / `size`.
 
         Raises IncompatibleError where they cannot be divided; description: the parts' name in its
         message.
@@ -95,14 +95,14 @@ class Shard:
         """Return the cut of this rank's `count` columns, None with one rank."""
         return None if self.size == 1 else Cut(1, self.rows(count).ranges)
 
-    def of_keys(self, count: int) -> Shard:
+    def shard_of_keys(self, count: int) -> Shard:
         """Return the shard of `count` key heads: with more ranks than key heads several ranks hold
         the same one.
         """
         shared = self.size > count and self.size % count == 0
         return Shard(self.rank * count // self.size, count) if shared else self
 
-    def ids(self, vocab_size: int) -> tuple[int, int]:
+    def id_range(self, vocab_size: int) -> tuple[int, int]:
         """Return the range of this rank's token ids: equally many, but for the last ranks, which
         may have fewer.
         """
@@ -159,7 +159,7 @@ class ParameterSpec:
         return len(self.shape) == 2 and not self.is_float32 and not self.is_unquantized
 
 
-def fused(
+def fused_parameters(
     name: str,
     block: str,
     rows: Mapping[str, int | Rows],

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from spd.formats.block_config import DeltaConfig
-from spd.runtime.models.parameters import UNSHARDED, ParameterSpec, Rows, Shape, Shard, fused
+from spd.runtime.models.parameters import (
+    UNSHARDED,
+    ParameterSpec,
+    Rows,
+    Shape,
+    Shard,
+    fused_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class DeltaLayout:
 
         Ranks sum the results of their output columns.
         """
-        keys = shard.share(self.delta.key_heads, "key heads of recurrent layers")
+        keys = shard.count_per_rank(self.delta.key_heads, "key heads of recurrent layers")
         part = replace(self.delta, key_heads=keys, value_heads=self.delta.value_heads // shard.size)
         return replace(self, delta=part, shard=shard)
 
@@ -75,15 +82,17 @@ class DeltaLayout:
             "norm": ParameterSpec.from_shapes(
                 {f"{self.pre_norm}.weight": (hidden,)}, is_float32=True
             ),
-            **fused("inputs", block, inputs, hidden),
-            **(fused("gates", block, gates, hidden) if gates else {}),
+            **fused_parameters("inputs", block, inputs, hidden),
+            **(fused_parameters("gates", block, gates, hidden) if gates else {}),
             **{
                 key: ParameterSpec.from_shapes(
                     {f"{block}.{name}": (rows.num_rows, *columns)}, is_float32=True, cut=rows.cut
                 )
                 for key, (name, rows, columns) in float32.items()
             },
-            **fused("output", block, {"out_proj": hidden}, values, cut=self.shard.columns(values)),
+            **fused_parameters(
+                "output", block, {"out_proj": hidden}, values, cut=self.shard.columns(values)
+            ),
         }
 
     @property
@@ -169,7 +178,9 @@ class ConvLayout:
     def sharded(self, shard: Shard) -> ConvLayout:
         """Return the layout of a rank's channels; ranks sum the results of their output columns."""
         return replace(
-            self, channels=shard.share(self.channels, "channels of convolutions"), shard=shard
+            self,
+            channels=shard.count_per_rank(self.channels, "channels of convolutions"),
+            shard=shard,
         )
 
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -181,9 +192,13 @@ class ConvLayout:
         taps = {f"{block}.conv.weight": (channels, 1, self.kernel)}
         return {
             "norm": ParameterSpec.from_shapes({"input_layernorm.weight": (hidden,)}),
-            **fused("inputs", block, {"in_proj": shard.rows(channels, channels, channels)}, hidden),
+            **fused_parameters(
+                "inputs", block, {"in_proj": shard.rows(channels, channels, channels)}, hidden
+            ),
             "conv": ParameterSpec.from_shapes(taps, is_float32=True, cut=shard.rows(channels).cut),
-            **fused("output", block, {"out_proj": hidden}, channels, cut=shard.columns(channels)),
+            **fused_parameters(
+                "output", block, {"out_proj": hidden}, channels, cut=shard.columns(channels)
+            ),
         }
 
     def slot_shapes(self, depth: int) -> tuple[tuple[Shape, bool], ...]:

@@ -155,7 +155,7 @@ class HeadPart:
 
 
 def warn_unused_tensors(names: Sequence[str], folder: Path) -> None:
-    """Warn of tensors that no model reads."""
+    """Log a warning of tensors of a folder that no model reads; nothing where there are none."""
     if names:
         logger.warning(
             "%d tensors of %s are not used, %s first", len(names), folder, display_text(names[0])
@@ -163,7 +163,7 @@ def warn_unused_tensors(names: Sequence[str], folder: Path) -> None:
 
 
 def warn_index_notes(checkpoint: Checkpoint) -> None:
-    """Warn of files and tensors that an index contradicts or does not name."""
+    """Log a warning of files and tensors that a checkpoint's index contradicts or does not name."""
     for note in abbreviate([*checkpoint.notes], 3):
         logger.warning("%s: %s", checkpoint.folder, note)
 
@@ -198,7 +198,7 @@ def table_destinations(config: ModelConfig, layout: ModelLayout) -> dict[str, Pa
 
 def vocabulary_table(name: str, rows: int, columns: int, shard: Shard) -> ParameterSpec:
     """Return the parameter of a table by ids; each rank has the rows of its ids."""
-    first, end = shard.ids(rows)
+    first, end = shard.id_range(rows)
     cut = None if shard.size == 1 else Cut(0, ((first, end),))
     return ParameterSpec.from_shapes({name: (end - first, columns)}, cut=cut)
 
@@ -219,7 +219,7 @@ def count_layout_bytes(
 ) -> int:
     """Return the bytes of all parameters of a model in a form."""
     return sum(
-        form.bytes_of(parameter, prefix, dtype, is_table=not prefix)
+        form.count_bytes(parameter, prefix, dtype, is_table=not prefix)
         for prefix, parameter in iterate_parameters(config, layout)
     )
 
@@ -241,7 +241,8 @@ def expected_tensors(config: ModelConfig, layout: ModelLayout) -> dict[str, Shap
 
 
 def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayout) -> list[str]:
-    """Return the names that the model does not use, an MTP head's left out.
+    """Check a checkpoint against a layout; return the names that it does not use, an MTP head's
+    left out.
 
     Raises one CheckpointError for everything missing, mis-shaped or stored in a dtype that cannot
     be read.
@@ -328,7 +329,7 @@ class PackedSpec:
                 columns["minimum_factors"] = SUPER_BLOCK
         return columns
 
-    def bytes_of(self, shape: Shape) -> int:
+    def count_bytes(self, shape: Shape) -> int:
         """Return the bytes of a matrix of a shape (rows, columns).
 
         Codes of four bits may be stored in full steps of two groups, at most `FOUR_BIT_STEP`
@@ -441,7 +442,7 @@ class WeightForm:
             pieces.append((piece, spec))
         return pieces
 
-    def bytes_of(
+    def count_bytes(
         self, parameter: ParameterSpec, prefix: str, dtype: str, *, is_table: bool = False
     ) -> int:
         """Return the bytes of a parameter, scales included; is_table: it is outside the layers."""
@@ -450,13 +451,13 @@ class WeightForm:
         if not is_table or self.packs_tables:
             spec = self.find_packed_spec(parameter, prefix)
             if spec is not None:
-                return spec.bytes_of(parameter.shape)
+                return spec.count_bytes(parameter.shape)
             if pieces := self.split_by_spec(parameter, prefix):
-                return sum(spec.bytes_of(piece.shape) for piece, spec in pieces)
+                return sum(spec.count_bytes(piece.shape) for piece, spec in pieces)
         if not is_table and parameter.is_quantizable and not self.widened:
             if self.kind == "int4" and columns[0] % INT4_GROUP == 0:
                 int4 = PackedSpec("int4", INT4_GROUP, scales="bfloat16")
-                return int4.bytes_of(parameter.shape)
+                return int4.count_bytes(parameter.shape)
             if self.kind == "int8":
                 return size + 4 * rows
         return size * (4 if parameter.is_float32 else DTYPE_BYTES[dtype])

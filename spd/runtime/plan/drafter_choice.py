@@ -28,7 +28,7 @@ from spd.formats.mtp import (
     verifier_hash,
 )
 from spd.runtime.models import unused_tensors
-from spd.runtime.models.mtp_weights import check_source
+from spd.runtime.models.mtp_weights import check_mtp_source
 from spd.runtime.plan.config import METHODS, EngineConfig
 
 NO_KNOWN_DRAFTER = "no draft model is known for this model"
@@ -148,7 +148,7 @@ def _drafter_with_mtp(
         raise no_mtp_error(
             target.path, target.config.num_layers, declared_module_count(target.fields)
         )
-    check_source(source, source.folder.checkpoint)
+    check_mtp_source(source, source.folder.checkpoint)
     reason = "asked for"
     made_for = source.verifier_sha256
     if head is not None and made_for and verifier_hash(target.checkpoint) != made_for:
@@ -197,7 +197,7 @@ def _find_mtp_drafter(config: EngineConfig, target: ModelFolder) -> Drafter | st
             f"{NO_KNOWN_DRAFTER}, and its MTP layers are missing" if missing else NO_KNOWN_DRAFTER
         )
     try:
-        check_source(source, source.folder.checkpoint)
+        check_mtp_source(source, source.folder.checkpoint)
     except SpdError as error:
         return f"the MTP head cannot be used: {error.message}"
     reason = "the checkpoint's own MTP head"

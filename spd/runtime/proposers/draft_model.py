@@ -33,6 +33,9 @@ class DraftModelProposer(ModelProposer):
     def _run_module(
         self, module: int, rows: Rows, views: Sequence[SlotView], previous: Tensor | None = None
     ) -> Tensor:
+        """Run the draft model over rows, write their entries, and return hidden states [S, W,
+        hidden].
+        """
         output = self.runners[module].forward(
             rows,
             self.state.page_table,

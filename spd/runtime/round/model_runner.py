@@ -363,15 +363,15 @@ class ModelRunner:
         return logits if occupied is None else scatter_rows(logits, occupied, len(views))
 
     def sample_in_head(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor] | None:
-        """Sample tokens [S, R] in the head from hidden [S, R, hidden].
+        """Sample tokens [S, R] in the head from hidden [S, R, hidden]; True where they are finite.
 
-        The second tensor is True where a token is finite. None if the head cannot sample.
+        None if the head cannot sample.
         """
         if not self.samples_in_head:
             return None
         slots, rows = hidden.shape[:2]
-        # The last rows of all windows are not contiguous, and kernels read contiguous rows only.
-        tokens, finite = self.model.sample(hidden.reshape(slots * rows, -1).contiguous(), draw)
+        flat = hidden.reshape(slots * rows, -1).contiguous()  # windows' last rows are apart
+        tokens, finite = self.model.sample_tokens(flat, draw)
         return tokens.view(slots, rows), finite.view(slots, rows)
 
     def admit(self, slot: int, start: int) -> None:

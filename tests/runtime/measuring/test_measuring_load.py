@@ -228,7 +228,7 @@ def test_a_text_is_held_against_plain_decoding_on_as_many_ranks(tiny: Tiny) -> N
         Timeline(token_ids=ids, request=request, arrived=0.0) for ids in ([5, 6], [5, 7], [5, 8])
     ]
     ran = {i: Pass([line], [], 1.0) for i, line in enumerate(lines)}
-    sweep._compare(Workload(category="code", temperature=0.0), [0], ran)
+    sweep._compare_texts(Workload(category="code", temperature=0.0), [0], ran)
     assert [(difference["config"], difference["expected"]) for difference in sweep.differences] == [
         (2, 7)
     ]
