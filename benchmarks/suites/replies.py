@@ -241,7 +241,7 @@ class Checker:
         assert matcher is not None
         for at, token in enumerate(ids):
             try:
-                matcher.accept(token)
+                matcher.accept_token(token)
             except GrammarError:
                 remaining = self._tokenizer.decode(ids[at:], skip_special=False)
                 return f"the grammar forbids {remaining[:60]!r}"

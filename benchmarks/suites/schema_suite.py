@@ -100,7 +100,7 @@ class Acceptor:
         assert matcher is not None
         try:
             for token in self._tokenizer.encode(text):
-                matcher.accept(token)
+                matcher.accept_token(token)
         except GrammarError:
             return False
         return matcher.is_complete

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spd.runtime.engine.metrics import RequestMetrics
     from spd.runtime.engine.request import Completion, Event, Request
     from spd.runtime.engine.schema_text import (
-        check_size,
+        check_text_size,
         closed_schema,
         full_match_pattern,
         is_satisfiable,
@@ -61,7 +61,7 @@ _HOMES = {
     "engine.trace": ("RoundRecord",),
     "engine.request": ("Completion", "Event", "Request"),
     "engine.schema_text": (
-        "check_size",
+        "check_text_size",
         "closed_schema",
         "is_satisfiable",
         "usable_schema",

@@ -185,10 +185,10 @@ def test_drafts_obey_the_grammar(
         words = mask_width(config.vocab_size)
         for record in run.rounds:
             rows = torch.empty(len(record.draft) + 1, words, dtype=torch.int32)
-            assert grammar.masks(record.draft, rows) == len(record.draft)
+            assert grammar.write_masks(record.draft, rows) == len(record.draft)
             for token in record.committed:
                 if token not in config.eos_token_ids:
-                    grammar.accept(token)
+                    grammar.accept_token(token)
         if method in ("draft", "mtp"):
             lengths = [len(record.draft) for record in run.rounds[1:]]
             assert sum(lengths) >= 0.75 * k * len(lengths), (
@@ -229,14 +229,14 @@ def test_what_is_forced_follows_the_allowed_drafts(target: Path, compiler: Gramm
     assert grammar.force_drafts([*beginning, *encode("z")], 20) == encode("abcdezwfgh")
     assert grammar.force_drafts([*encode("abcdezwfgh"), 1], 20) == [*encode("abcdezwfgh"), 1]
     rows = torch.empty(2, mask_width(VOCAB), dtype=torch.int32)
-    grammar.draft_mask(rows[:1])
-    grammar.masks((), rows[1:])
+    grammar.write_draft_mask(rows[:1])
+    grammar.write_masks((), rows[1:])
     assert torch.equal(rows[0], rows[1]), "one token is allowed"
     for token in beginning:
-        grammar.accept(token)
+        grammar.accept_token(token)
     assert grammar.force_drafts([], 20) == []
     twin = grammar.copy()
-    twin.accept(encode("x")[0])
+    twin.accept_token(encode("x")[0])
     assert twin.force_drafts([], 20) == encode("yfgh")
     assert grammar.force_drafts(encode("z"), 20) == encode("zwfgh")
 
@@ -261,7 +261,7 @@ def test_requests_without_a_grammar_wait_for_none(target: Path) -> None:
 def reached(compiler: GrammarCompiler, text: GrammarSpec, tokens: list[int], ends: set[int]) -> Any:
     grammar = compiler.compile(text, ends)
     for token in tokens:
-        grammar.accept(token)
+        grammar.accept_token(token)
     return grammar
 
 
@@ -271,7 +271,7 @@ def allowed(row: torch.Tensor) -> set[int]:
 
 def mask_of(grammar: Any) -> torch.Tensor:
     row = free_rows(1)
-    grammar.masks((), row)
+    grammar.write_masks((), row)
     return row[0]
 
 
@@ -297,9 +297,9 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
                 drafts.append(source.randrange(VOCAB))
                 break
             drafts.append(source.choice(options))
-            probe.accept(drafts[-1])
+            probe.accept_token(drafts[-1])
         rows = free_rows(len(drafts) + 1)
-        legal = grammar.masks(drafts, rows)
+        legal = grammar.write_masks(drafts, rows)
         legal_runs += legal > 1
         for i in range(legal + 1):
             after = reached(
@@ -313,7 +313,7 @@ def test_a_mask_is_that_of_the_text_with_the_drafts_before_it(
         accepted.append(
             drafts[0] if legal and drafts[0] not in ends else min(allowed(rows[0]) - ends)
         )
-        grammar.accept(accepted[-1])
+        grammar.accept_token(accepted[-1])
         if grammar.is_finished:
             grammar = compiler.compile(TEXTS[kind], ends)
             accepted = []
@@ -400,7 +400,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
     """No token is allowed after the third: three tokens are returned, and other requests continue."""
     batch = [requests(1.0)[0], requests(1.0)[3]]
     uninterrupted, alone = run_requests(make_fast_engine(target), batch)
-    original = Grammar._write_mask
+    original = Grammar._write_matcher_mask
     remaining_masks = [3]
 
     def write(self: Grammar, matcher: Matcher, row: torch.Tensor) -> None:
@@ -409,7 +409,7 @@ def test_a_dead_end_is_an_error_and_no_token(target: Path, monkeypatch: pytest.M
         if remaining_masks[0] < 0:
             row.zero_()
 
-    monkeypatch.setattr(Grammar, "_write_mask", write)
+    monkeypatch.setattr(Grammar, "_write_matcher_mask", write)
     engine = make_fast_engine(target, slots=2, lag=2)
     done = engine.generate(batch)
     assert (done[0].finish_reason, list(done[0].token_ids)) == ("error", uninterrupted.tokens[:3])
@@ -507,7 +507,7 @@ def test_as_many_parts_as_are_supported_are_held(
     grammar = compiler.compile(GrammarSpec("schema", json.dumps(schema)), (END,))
     assert grammar is not None
     for byte in text.encode():
-        grammar.accept(byte)
+        grammar.accept_token(byte)
     assert grammar.is_complete
 
 
@@ -544,7 +544,7 @@ def test_compiled_grammars_are_kept_and_few(target: Path) -> None:
     for _ in range(2):
         grammar = compiler.compile(TEXTS["regex"], ())
         rows.append(mask_of(grammar))
-        grammar.accept(min(allowed(rows[0])))
+        grammar.accept_token(min(allowed(rows[0])))
     assert torch.equal(rows[0], rows[1]), "a kept grammar had moved on"
 
 
@@ -594,9 +594,9 @@ def test_thinking_ends_where_its_budget_does() -> None:
     def legal(tokens: list[int], drafts: list[int], budget: int = 2) -> tuple[int, list[int]]:
         state = Grammar(None, budget=ThinkingBudget(budget, END, BEGIN))
         for token in tokens:
-            state.accept(token)
+            state.accept_token(token)
         rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
-        num_legal = state.masks(drafts, rows)
+        num_legal = state.write_masks(drafts, rows)
         end_mask = torch.zeros(10, dtype=torch.int32)
         end_mask[END // 32] = 1 << END % 32
         return num_legal, [i for i in range(num_legal + 1) if torch.equal(rows[i], end_mask)]
@@ -749,10 +749,12 @@ def test_where_thinking_begins_and_ends(target: Path) -> None:
         state = Grammar(matcher.deep_copy(), GrammarSpec("regex", "x", after=7, thinking=around))
         assert not tokens or state.begins_after(tokens) == begun
         for token in tokens:
-            state.accept(token)
+            state.accept_token(token)
         assert state.has_begun == begun
         rows = torch.empty(len(drafts) + 1, 10, dtype=torch.int32)
-        assert state.masks(drafts, rows) == len(drafts) and (begun or bool((rows == -1).all()))
+        assert state.write_masks(drafts, rows) == len(drafts) and (
+            begun or bool((rows == -1).all())
+        )
 
 
 CHAIN = '"d{}": {{"properties": {{"a": {{"$ref": "#/$defs/d{}"}}}}}}'

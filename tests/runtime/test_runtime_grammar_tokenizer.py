@@ -55,13 +55,13 @@ def walk(tokenizer: Tokenizer, grammar: GrammarSpec) -> list[int]:
     tokens: list[int] = []
     while not state.is_finished and len(tokens) < 100:
         rows = torch.empty(2, WORDS // 32, dtype=torch.int32)
-        state.masks((), rows)
+        state.write_masks((), rows)
         choices = [token for token in allowed(rows[0]) if token != END]
         if not choices:
             break
         for token in choices:
-            assert state.masks((token,), rows) == 1, (tokens, token)
-        state.accept(choices[-1])
+            assert state.write_masks((token,), rows) == 1, (tokens, token)
+        state.accept_token(choices[-1])
         tokens.append(choices[-1])
     return tokens
 

@@ -53,7 +53,7 @@ def accepts(schema: Any, text: str) -> bool:
     grammar = compiled(schema)
     with suppress(GrammarError):
         for token in encoded(text):
-            grammar.accept(token)
+            grammar.accept_token(token)
         return grammar.is_complete
     return False
 
@@ -291,7 +291,7 @@ def test_no_key_begins_that_no_pattern_matches() -> None:
     grammar = compiled(schema)
     with pytest.raises(GrammarError):
         for token in encoded('{"a": 1, '):
-            grammar.accept(token)
+            grammar.accept_token(token)
 
 
 @pytest.mark.parametrize("text", ['start: start "a"', "start: x\nx: x"])
@@ -314,13 +314,13 @@ def walk(grammar: Grammar, seed: int, tokens: int = 30) -> None:
     for _ in range(tokens):
         if grammar.is_finished:
             return
-        grammar.masks((), row)
+        grammar.write_masks((), row)
         bits = [int(word) >> bit & 1 for word in row[0] for bit in range(MASK_WORD_BITS)]
         options = [token for token, bit in enumerate(bits) if bit and token != END]
         assert options or grammar.is_complete
         if not options:
             return
-        grammar.accept(chance.choice(options))
+        grammar.accept_token(chance.choice(options))
 
 
 LEAVES = st.sampled_from(
@@ -395,8 +395,8 @@ def test_many_properties_are_held_to_the_end(schema: Any, text: str) -> None:
     grammar = compiled(schema)
     rows = torch.empty(2, mask_width(demo.config.vocab_size), dtype=torch.int32)
     for token in encoded(text):
-        assert grammar.masks((token,), rows) == 1
-        grammar.accept(token)
+        assert grammar.write_masks((token,), rows) == 1
+        grammar.accept_token(token)
     assert grammar.is_complete
 
 
@@ -439,13 +439,13 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
         levels[f"l{level}"] = {key: [{"$ref": f"#/$defs/l{level + 1}"}] * 2}
     schema = {"$ref": "#/$defs/l0", "$defs": levels}
     reads = list[Any]()
-    gather = _SchemaCloser._gather
+    gather = _SchemaCloser._gather_constraints
 
     def counted(self: _SchemaCloser, node: Any, group: Any, visited: set[str]) -> None:
         reads.append(node)
         gather(self, node, group, visited)
 
-    monkeypatch.setattr(_SchemaCloser, "_gather", counted)
+    monkeypatch.setattr(_SchemaCloser, "_gather_constraints", counted)
     refusal = pytest.raises(UsageError, match="oneOf") if key == "oneOf" else nullcontext()
     with refusal:
         compiler().compile(GrammarSpec("schema", json.dumps(schema)), ())

@@ -196,7 +196,7 @@ def is_allowed(compiler: GrammarCompiler, grammar: Any, ids: list[int]) -> bool:
     matcher = compiler.compile(grammar, (258,))
     with suppress(GrammarError):
         for token in ids:
-            matcher.accept(token)
+            matcher.accept_token(token)
         return bool(matcher.is_complete)
     return False
 

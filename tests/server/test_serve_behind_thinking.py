@@ -52,10 +52,10 @@ def allows(tokenizer: Any, grammar: GrammarSpec, reply: str) -> bool:
     row = torch.empty(1, (tokenizer.vocab_size + 31) // 32, dtype=torch.int32)
     try:
         for token in tokenizer.encode(reply, parse_special=True):
-            state.masks((), row)
+            state.write_masks((), row)
             if not int(row[0, token // 32]) >> (token % 32) & 1:
                 return False
-            state.accept(token)
+            state.accept_token(token)
     except GrammarError:
         return False
     return state.is_complete

@@ -15,7 +15,7 @@ from spd.conversation.tools.grammar_rules import GAP, GrammarRules, marks, style
 from spd.conversation.tools.pair_grammar import PairGrammar
 from spd.conversation.tools.python_calls import PythonCalls
 from spd.conversation.tools.python_grammar import PythonInTagsGrammar
-from spd.runtime import JsonObject, check_size, without_descriptions
+from spd.runtime import JsonObject, check_text_size, without_descriptions
 from spd.runtime.engine.request import GrammarSpec
 
 Schemas = Mapping[str, JsonObject]
@@ -81,7 +81,7 @@ class Tools:
         answer = None if self.answer_grammar is None else self.answer_grammar.text
         choice = [self.named_function, self.required, self.parallel, self.strict]
         key = json.dumps([schemas, form, choice, dict(self.tokens), answer])
-        check_size("lark", key)
+        check_text_size("lark", key)
         return _cached_grammar(_ToolsByKey(key, self))
 
 

@@ -87,7 +87,7 @@ def activate_sequence(
     if sequence.grammar is not None and not sequence.defers_grammar:
         words = mask_width(queue.sampler.vocab_size)
         masks = torch.empty(len(drafts) + 1, words, dtype=torch.int32)
-        num_legal = sequence.grammar.masks(drafts, masks)
+        num_legal = sequence.grammar.write_masks(drafts, masks)
         # Where drafts are tested by their probability, a draft that its mask forbids has to fail the test:
         # if it were cut off before, the block would count as one whose drafts were all tested.
         if verify_rule != "coupled":

@@ -58,8 +58,8 @@ class GrammarGuide:
                 continue
             try:
                 for token in self._new_tokens(slot, sequence.length, step):
-                    grammar.accept(token)
-                grammar.draft_mask(rows[slot])
+                    grammar.accept_token(token)
+                grammar.write_draft_mask(rows[slot])
                 sequence.masked_drafts += 1
             except GrammarError:  # the text has ended, by a stop id or a dead end
                 del self._grammars[slot]

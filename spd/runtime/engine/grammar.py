@@ -24,7 +24,7 @@ from spd.runtime.engine.schema_text import (
     TOO_MANY_SYMBOLS,
     check_parts,
     check_patterns,
-    check_size,
+    check_text_size,
     closed_schema,
     grammar_error,
     library_schema_grammar,
@@ -137,7 +137,7 @@ class Grammar:
             twin._matcher = self._matcher.deep_copy()
         return twin
 
-    def draft_mask(self, row: Tensor) -> None:
+    def write_draft_mask(self, row: Tensor) -> None:
         """Write a mask for the next draft to row int32 [1, words], in place.
 
         Where only one text may follow, its next token alone is allowed. Raises GrammarError.
@@ -151,14 +151,14 @@ class Grammar:
             row.zero_()
             row[0, forced[0] // MASK_WORD_BITS] = _token_bit(forced[0])
         else:
-            self.masks((), row)
+            self.write_masks((), row)
 
     @property
     def _forces(self) -> bool:
         """True if the matcher alone says what may follow."""
         return self._matcher is not None and self.has_begun and self._budget is None
 
-    def masks(self, drafts: Sequence[int], rows: Tensor) -> int:
+    def write_masks(self, drafts: Sequence[int], rows: Tensor) -> int:
         """Write a mask for the row of each draft and one more; return how many leading drafts are
         allowed.
 
@@ -168,7 +168,7 @@ class Grammar:
         rows.fill_(-1)
         num_legal = len(drafts)
         if self._matcher is not None:
-            num_legal = self._matcher_masks(self._matcher, drafts, rows)
+            num_legal = self._write_matcher_masks(self._matcher, drafts, rows)
         budget = self._budget
         if budget is None:
             return num_legal
@@ -196,7 +196,7 @@ class Grammar:
         tokens = [*drafts[:limit]]
         ends = [number for number, draft in enumerate(tokens) if draft in self._end_ids]
         if ends:
-            tokens = tokens[: ends[0]]  # `masks` tests whether the text may end there
+            tokens = tokens[: ends[0]]  # `write_masks` tests whether the text may end there
         num_consumed = matcher.try_consume_tokens(tokens)
         if num_consumed == len(tokens) and ends:
             matcher.rollback(num_consumed)
@@ -212,8 +212,8 @@ class Grammar:
         self._raise_error(matcher)
         return tokens
 
-    def _matcher_masks(self, matcher: Matcher, drafts: Sequence[int], rows: Tensor) -> int:
-        """Write the masks of the matcher alone; see `masks`."""
+    def _write_matcher_masks(self, matcher: Matcher, drafts: Sequence[int], rows: Tensor) -> int:
+        """Write the masks of the matcher alone; see `write_masks`."""
         has_begun = self.has_begun
         num_consumed = 0
         num_legal = len(drafts)
@@ -223,7 +223,7 @@ class Grammar:
                 num_legal = min(num_legal, i)  # the text ends before this row
                 break
             if has_begun:
-                self._write_mask(matcher, rows[i])
+                self._write_matcher_mask(matcher, rows[i])
             if draft is None:
                 break
             if not has_begun:
@@ -239,7 +239,7 @@ class Grammar:
         self._raise_error(matcher)
         return num_legal
 
-    def _write_mask(self, matcher: Matcher, row: Tensor) -> None:
+    def _write_matcher_mask(self, matcher: Matcher, row: Tensor) -> None:
         """Write the mask of the matcher's current state, in place."""
         words = row.numel()
         matcher.unsafe_compute_mask_ptr(row.data_ptr(), words * row.element_size())
@@ -257,7 +257,7 @@ class Grammar:
         if matcher.is_error():
             raise GrammarError(f"the grammar failed: {summarize_error(matcher.get_error())}")
 
-    def accept(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Advance by a committed token that is no end. Raises GrammarError if it is not allowed."""
         if not self.has_begun:
             is_opening = token == self._after and not self._is_thinking
@@ -316,10 +316,14 @@ class GrammarCompiler:
         end_ids: Collection[int],
         budget: ThinkingBudget | None = None,
     ) -> Grammar | None:
-        """Return a grammar at its beginning. Raises UsageError for one that cannot be parsed."""
+        """Return the state of a grammar, or of a thinking budget alone, before its first token.
+
+        end_ids: the ids that end a text. Compiled grammars are cached. None where neither is given.
+        Raises UsageError for a grammar that cannot be parsed.
+        """
         if spec is None:
             return None if budget is None else Grammar(None, budget=budget)
-        check_size(spec.kind, spec.text)
+        check_text_size(spec.kind, spec.text)
         initial = self._initial_matchers(spec.kind, spec.text)
         with self._lock:
             matcher = initial.deep_copy()
@@ -333,7 +337,10 @@ class GrammarCompiler:
         )
 
     def _load_tokenizer(self, kind: str) -> LLTokenizer:
-        """Return llguidance's form of the vocabulary. Raises UsageError without a tokenizer."""
+        """Return llguidance's form of the vocabulary, which is made once.
+
+        Raises UsageError without a tokenizer.
+        """
         if self._library_tokenizer is None:
             if self._encoder is None:
                 raise grammar_error(kind, "the model has no tokenizer")
@@ -342,7 +349,11 @@ class GrammarCompiler:
         return self._library_tokenizer
 
     def _initial_matcher(self, kind: str, text: str) -> LLMatcher:
-        """Return a matcher at the beginning of a grammar. Raises UsageError."""
+        """Compile a grammar, on a large stack where its text is long; return a matcher before its
+        first token.
+
+        Raises UsageError for a grammar that cannot be used.
+        """
         if len(text) <= SHALLOW_BYTES:
             return self._checked_matcher(kind, text)
         return on_large_stack(lambda: self._checked_matcher(kind, text))

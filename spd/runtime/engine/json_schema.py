@@ -52,13 +52,13 @@ class SchemaDocument:
         self._resolved: dict[str, str | None] = {}
         self.is_local = True
         """False if an inner `$id` or a dynamic reference changes what the references resolve to."""
-        self._read(root, "#")
+        self._collect_anchors(root, "#")
 
-    def _read(self, node: Json, pointer: str) -> None:
-        """Collect the anchors within a node, and set `is_local`."""
+    def _collect_anchors(self, node: Json, pointer: str) -> None:
+        """Collect the anchors within a node, and set `is_local` to False where it has a base."""
         if isinstance(node, list):
             for index, item in enumerate(node):
-                self._read(item, f"{pointer}/{index}")
+                self._collect_anchors(item, f"{pointer}/{index}")
         if not isinstance(node, dict):
             return
         if isinstance(anchor := node.get("$anchor"), str):
@@ -67,23 +67,28 @@ class SchemaDocument:
         is_dynamic = any(isinstance(node.get(key), str) for key in ("$dynamicRef", "$recursiveRef"))
         self.is_local = self.is_local and not has_base and not is_dynamic
         for key, value in node.items():
-            self._read(value, f"{pointer}/{key.replace('~', '~0').replace('/', '~1')}")
+            self._collect_anchors(value, f"{pointer}/{key.replace('~', '~0').replace('/', '~1')}")
 
     def resolve(self, reference: Json) -> str | None:
-        """Return the pointer that a reference resolves to; None if it is none in this document."""
+        """Return the JSON pointer that a `$ref` resolves to; None if that is not in this
+        document.
+        """
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         if reference not in self._resolved:
             pointer = self._anchors.get(reference, unquote(reference)).rstrip("/")
             try:
-                self.at(pointer)
+                self.node_at(pointer)
                 self._resolved[reference] = pointer
             except (LookupError, ValueError, TypeError):
                 self._resolved[reference] = None
         return self._resolved[reference]
 
-    def at(self, pointer: str) -> Json:
-        """Return the node at a pointer. Raises LookupError, ValueError or TypeError."""
+    def node_at(self, pointer: str) -> Json:
+        """Return the node at a JSON pointer, `#` for the root.
+
+        Raises LookupError, ValueError or TypeError where there is none.
+        """
         node = self.root
         if pointer == "#":
             return node
@@ -217,11 +222,14 @@ class _SchemaCloser:
         rules = constraints(node)
         pointer = self._document.resolve(node.get("$ref")) if rules == {"$ref"} else None
         if pointer is not None:
-            return {**_without_definitions(node), "$ref": self._define(pointer, "closed", names)}
+            return {
+                **_without_definitions(node),
+                "$ref": self._write_definition(pointer, "closed", names),
+            }
         alternatives = next((key for key in ALTERNATIVES if rules - {"type"} == {key}), None)
         branches = node.get(alternatives) if alternatives is not None else None
         if alternatives is not None and isinstance(branches, list):
-            names = self._group(node).allowed_names if names is None else names
+            names = self._gather_group(node).allowed_names if names is None else names
             rewritten = [self._close_alternative(branch, names) for branch in branches]
             return {**_without_definitions(node), alternatives: rewritten}
         return self._close_object(node, names)
@@ -231,12 +239,12 @@ class _SchemaCloser:
 
         One without properties stays open.
         """
-        lists_properties = self._group(node).lists_properties
+        lists_properties = self._gather_group(node).lists_properties
         return self.close_value(node, names if lists_properties else None)
 
     def _close_object(self, node: JsonObject, names: tuple[str, ...] | None) -> Json:
         """Return a schema with the values in it closed, and its object too unless it stays open."""
-        group = self._group(node)
+        group = self._gather_group(node)
         names = group.allowed_names if names is None else names
         rewritten = self._rewrite_member(node, group.shared)
         types = node.get("type", "object")
@@ -252,49 +260,52 @@ class _SchemaCloser:
         rewritten["additionalProperties"] = False
         return rewritten
 
-    def _group(self, node: Json) -> _Group:
+    def _gather_group(self, node: Json) -> _Group:
         """Return the constraints of a schema and of those within it on the same value."""
         group = _Group()
-        self._gather(node, group, set())
+        self._gather_constraints(node, group, set())
         pairs = group.places["patternProperties"] + group.places["additionalProperties"]
         if pairs > 1 or (pairs and len(group.places) > 1):  # they may describe the same key
             group.places.update(dict.fromkeys(group.places, 2))
         return group
 
-    def _gather(self, node: Json, group: _Group, visited: set[str]) -> None:
-        """Add the constraints of a schema and of those within it; each pointer is followed once."""
+    def _gather_constraints(self, node: Json, group: _Group, visited: set[str]) -> None:
+        """Add to `group` the constraints of a schema and of those within it on the same value.
+
+        Each pointer is followed once; `visited` has those that were.
+        """
         if not isinstance(node, dict):
             return
-        self._count()
+        self._count_node()
         _add_keys(node, group)
         for key in (*CONDITIONS, "dependentSchemas", "dependencies", "allOf"):
             if key not in node:
                 continue
             for branch in _subschemas(node.get(key), is_map=key.startswith("depend")):
-                self._gather(branch, group, visited)
+                self._gather_constraints(branch, group, visited)
         for key in ALTERNATIVES:
             if key not in node:
                 continue
             alternatives = [_Group() for _ in _subschemas(node.get(key))]
             for branch, alternative in zip(_subschemas(node.get(key)), alternatives, strict=True):
-                self._gather(branch, alternative, visited)
+                self._gather_constraints(branch, alternative, visited)
             group.add_alternatives(alternatives)
         if "$ref" in node:
             pointer = self._document.resolve(node["$ref"])
             group.is_open |= pointer is None
             if pointer is not None and pointer not in visited:
                 visited.add(pointer)
-                self._gather(self._document.at(pointer), group, visited)
+                self._gather_constraints(self._document.node_at(pointer), group, visited)
 
     def _rewrite_member(self, node: JsonObject, shared: frozenset[str]) -> JsonObject:
         """Return a schema that applies together with others: open itself, with closed values."""
         rewritten: JsonObject = {}
-        self._count()
+        self._count_node()
         for key, value in node.items():
             if key in DEFINITIONS:
                 continue
             if key == "$ref":
-                rewritten[key] = self._reference(value, "member", tuple(sorted(shared)))
+                rewritten[key] = self._rewrite_reference(value, "member", tuple(sorted(shared)))
             elif key in IN_PLACE_LISTS and isinstance(value, list):
                 rewritten[key] = [
                     self._rewrite_member(branch, shared) if isinstance(branch, dict) else branch
@@ -323,7 +334,7 @@ class _SchemaCloser:
 
     def _rewrite_references(self, node: Json) -> Json:
         """Return a schema that is unchanged except for its references."""
-        self._count()
+        self._count_node()
         if isinstance(node, list):
             return [self._rewrite_references(item) for item in node]
         if not isinstance(node, dict):
@@ -337,25 +348,25 @@ class _SchemaCloser:
     def _rewrite_keyword(self, key: str, value: Json) -> Json:
         """Return the value of a keyword, unchanged except for the references in it."""
         if key == "$ref":
-            return self._reference(value, "open", None)
+            return self._rewrite_reference(value, "open", None)
         if key in VALUES:
             return value
         if key in MAPS and isinstance(value, dict):
             return {name: self._rewrite_references(child) for name, child in value.items()}
         return self._rewrite_references(value)
 
-    def _count(self) -> None:
+    def _count_node(self) -> None:
         """Count a schema that is read or written. Raises OverflowError beyond `MAX_NODES`."""
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise OverflowError("the schema is too large to be rewritten")
 
-    def _reference(self, reference: Json, use: str, names: tuple[str, ...] | None) -> Json:
+    def _rewrite_reference(self, reference: Json, use: str, names: tuple[str, ...] | None) -> Json:
         """Return a reference into `$defs`; one to another document is returned as it is."""
         pointer = self._document.resolve(reference)
-        return reference if pointer is None else self._define(pointer, use, names)
+        return reference if pointer is None else self._write_definition(pointer, use, names)
 
-    def _define(self, pointer: str, use: str, names: tuple[str, ...] | None) -> str:
+    def _write_definition(self, pointer: str, use: str, names: tuple[str, ...] | None) -> str:
         """Return a reference to the definition for one use of a pointer; write it if it is new."""
         key = (pointer, use, names)
         if key not in self._keys:
@@ -366,7 +377,7 @@ class _SchemaCloser:
             self._keys[key] = name
             self.pointers[name] = pointer
             self.definitions[name] = True  # reserves the name while the target is rewritten
-            target = self._document.at(pointer)
+            target = self._document.node_at(pointer)
             if use == "closed":
                 self.definitions[name] = self.close_value(target, names)
             elif use == "member" and isinstance(target, dict):
@@ -377,7 +388,9 @@ class _SchemaCloser:
 
 
 def _add_keys(node: JsonObject, group: _Group) -> None:
-    """Add one schema's own constraints on an object's keys, and the places it has schemas for."""
+    """Add to `group` one schema's own constraints on an object's keys, and its places of
+    schemas.
+    """
     properties = node.get("properties")
     if isinstance(properties, dict):
         group.lists_properties = True
@@ -406,7 +419,7 @@ def _add_keys(node: JsonObject, group: _Group) -> None:
 
 
 def _add_required(names: Json, group: _Group) -> None:
-    """Add the names of a list of required keys; do nothing for another value."""
+    """Add to `group` the names of a list of required keys; do nothing for another value."""
     if isinstance(names, list):
         group.required.update(name for name in names if isinstance(name, str))
 

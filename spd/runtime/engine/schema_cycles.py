@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from spd.runtime.engine.json_schema import VALUES, ClosedSchema, Json, JsonObject, references
 
-PREFIX = "#/$defs/"
+DEFINITION_PREFIX = "#/$defs/"
 MAX_COST = 10_000
 """Definitions written while testing which of them have a value."""
 IsSatisfiable = Callable[[JsonObject], bool]
@@ -32,26 +32,30 @@ def without_endless(closed: ClosedSchema, is_satisfiable: IsSatisfiable) -> Json
     definitions = schema.get("$defs") if isinstance(schema, dict) else None
     if not isinstance(schema, dict) or not isinstance(definitions, dict):
         return schema
-    graph = {name: _referred(node) & definitions.keys() for name, node in definitions.items()}
-    acyclic = _acyclic(graph)
+    graph = {
+        name: _referred_definitions(node) & definitions.keys() for name, node in definitions.items()
+    }
+    acyclic = _acyclic_definitions(graph)
     if len(acyclic) == len(graph):
         return schema
     options = {key: value for key, value in schema.items() if key == "x-guidance"}
-    complete = _complete(definitions, acyclic, options, is_satisfiable)
+    complete = _definitions_with_values(definitions, acyclic, options, is_satisfiable)
     if len(complete) == len(definitions):
         return schema
-    pruned = _pruned({**schema, "$defs": {}}, complete)
+    pruned = _prune_references({**schema, "$defs": {}}, complete)
     root: JsonObject = pruned if isinstance(pruned, dict) else {"not": {}}
-    root["$defs"] = {name: _pruned(definitions[name], complete) for name in complete}
+    root["$defs"] = {name: _prune_references(definitions[name], complete) for name in complete}
     if pruned is False or not is_satisfiable(root):
         endless = definitions.keys() - complete
         raise EndlessSchemaError(
-            _describe_cycle(graph, endless, _referred({**schema, "$defs": {}}), closed.pointers)
+            _describe_cycle(
+                graph, endless, _referred_definitions({**schema, "$defs": {}}), closed.pointers
+            )
         )
     return root
 
 
-def _complete(
+def _definitions_with_values(
     definitions: dict[str, Json],
     acyclic: Collection[str],
     options: JsonObject,
@@ -69,44 +73,47 @@ def _complete(
     while size != len(complete):
         size = len(complete)
         for name in reversed(definitions):  # a definition's targets come after it
-            node = _pruned(definitions[name], complete)
+            node = _prune_references(definitions[name], complete)
             if name in complete or node is False:
                 continue
             cost += 1 + len(complete)
             if cost > MAX_COST:
                 return {*definitions}
             schema: JsonObject = {**options, **node} if isinstance(node, dict) else {**options}
-            schema["$defs"] = {other: _pruned(definitions[other], complete) for other in complete}
+            schema["$defs"] = {
+                other: _prune_references(definitions[other], complete) for other in complete
+            }
             if is_satisfiable(schema):
                 complete.add(name)
     return complete
 
 
-def _pruned(node: Json, complete: Collection[str]) -> Json:
+def _prune_references(node: Json, complete: Collection[str]) -> Json:
     """Return a schema with `false` for each reference to a definition that is not complete."""
     if isinstance(node, list):
-        return [_pruned(item, complete) for item in node]
+        return [_prune_references(item, complete) for item in node]
     if not isinstance(node, dict):
         return node
     reference = node.get("$ref")
-    is_local = isinstance(reference, str) and reference.startswith(PREFIX)
-    if is_local and str(reference).removeprefix(PREFIX) not in complete:
+    is_local = isinstance(reference, str) and reference.startswith(DEFINITION_PREFIX)
+    if is_local and str(reference).removeprefix(DEFINITION_PREFIX) not in complete:
         return False
     return {
-        key: value if key in VALUES else _pruned(value, complete) for key, value in node.items()
+        key: value if key in VALUES else _prune_references(value, complete)
+        for key, value in node.items()
     }
 
 
-def _referred(node: Json) -> set[str]:
+def _referred_definitions(node: Json) -> set[str]:
     """Return the names of the definitions that a schema refers to."""
     return {
-        reference.removeprefix(PREFIX)
+        reference.removeprefix(DEFINITION_PREFIX)
         for reference in references(node)
-        if reference.startswith(PREFIX)
+        if reference.startswith(DEFINITION_PREFIX)
     }
 
 
-def _acyclic(graph: Mapping[str, set[str]]) -> list[str]:
+def _acyclic_definitions(graph: Mapping[str, set[str]]) -> list[str]:
     """Return the definitions whose references lead into no cycle (Kahn, 1962)."""
     users: dict[str, list[str]] = {name: [] for name in graph}
     for name, targets in graph.items():
@@ -122,7 +129,7 @@ def _acyclic(graph: Mapping[str, set[str]]) -> list[str]:
     return acyclic
 
 
-def _cycle(graph: Mapping[str, set[str]], start: str) -> list[str]:
+def _shortest_cycle(graph: Mapping[str, set[str]], start: str) -> list[str]:
     """Return a shortest path of references from a definition back to itself; empty without one."""
     predecessors: dict[str, str] = {}
     queue = [start]
@@ -147,7 +154,7 @@ def _describe_cycle(
     """Return a message that names a cycle of definitions without a value, near the schema's root."""
     endless_graph = {name: graph[name] & set(endless) for name in endless}
     names = sorted(endless, key=lambda name: (name not in root_targets, name))
-    cycles = (_cycle(endless_graph, name) for name in names)
+    cycles = (_shortest_cycle(endless_graph, name) for name in names)
     cycle = next(filter(None, cycles), names[:1])
     path = " -> ".join(pointers.get(name, name) for name in cycle)
     return f"it refers to itself without an end ({path}), so no value is ever complete"

@@ -27,7 +27,7 @@ from spd.runtime.engine.json_schema import (
 )
 from spd.runtime.engine.large_stack import on_large_stack
 from spd.runtime.engine.request import JSON_WHITESPACE
-from spd.runtime.engine.schema_cycles import PREFIX, EndlessSchemaError, without_endless
+from spd.runtime.engine.schema_cycles import DEFINITION_PREFIX, EndlessSchemaError, without_endless
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -65,7 +65,7 @@ TOO_MANY_SYMBOLS = "grammar.symbols.len() < u16::MAX as usize - 10"
 MAX_SYMBOLS = (1 << 16) - 1 - 10
 UNSATISFIABLE = "Unsatisfiable schema"
 """The beginning of llguidance's message for a schema without a value."""
-FLAGS = {
+OPTION_EXAMPLES = {
     "schema": ("--schema", """'{"type": "object", "properties": {"name": {"type": "string"}}}'"""),
     "regex": ("--grammar", "'/[0-9]{4}-[0-9]{2}/'"),
     "lark": ("--grammar", """'start: "yes" | "no"'"""),
@@ -133,9 +133,9 @@ def _closed_text(text: str, closes: bool) -> Json:
         pruned = without_endless(closed, is_satisfiable)
     except EndlessSchemaError as error:
         if _is_lenient(schema):
-            return _free(schema)
+            return _unrestricted_schema(schema)
         raise grammar_error("schema", str(error)) from None
-    _check_rows(pruned)
+    _check_optional_properties(pruned)
     return pruned if closed.is_changed or pruned is not closed.schema else reduced
 
 
@@ -169,7 +169,7 @@ def usable_schema(schema: Json) -> Json:
             return usable
     if not _is_lenient(schema):
         raise grammar_error("schema", error)
-    return _free(schema)
+    return _unrestricted_schema(schema)
 
 
 def _is_lenient(schema: Json) -> bool:
@@ -178,8 +178,10 @@ def _is_lenient(schema: Json) -> bool:
     return isinstance(options, dict) and options.get("lenient") is True
 
 
-def _free(schema: Json) -> Json:
-    """Return a schema that allows any object, or any value where `schema` is not for objects."""
+def _unrestricted_schema(schema: Json) -> Json:
+    """Return a schema without constraints: any object, or any value where `schema` is not for
+    objects.
+    """
     if not isinstance(schema, dict):
         return True
     free: JsonObject = {"x-guidance": schema["x-guidance"]}
@@ -199,7 +201,7 @@ def full_match_pattern(pattern: str) -> str | None:
     from llguidance import LLMatcher
 
     branches = []
-    for branch in _branches(pattern):
+    for branch in _top_level_alternatives(pattern):
         begins = branch.startswith("^")
         ends = _PATTERN_PART.findall(branch)[-1:] == ["$"]
         inner = branch[begins : len(branch) - ends]
@@ -215,7 +217,7 @@ _PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 """A part of an expression: an escape, a class, or a character."""
 
 
-def _branches(pattern: str) -> list[str]:
+def _top_level_alternatives(pattern: str) -> list[str]:
     """Return the alternatives of an expression outside of groups."""
     branches = [""]
     depth = 0
@@ -228,7 +230,7 @@ def _branches(pattern: str) -> list[str]:
     return branches
 
 
-def check_size(kind: str, text: str) -> None:
+def check_text_size(kind: str, text: str) -> None:
     """Raise UsageError for the text of a grammar, or of schemas in one, that is too long."""
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise grammar_error(kind, f"it is longer than {MAX_BYTES // 1024} KiB")
@@ -285,7 +287,7 @@ def _count_parts(schema: Json) -> int:
 
 def _count_value_parts(value: Json) -> int:
     """Return the number of parts of a value in `enum` or `const`."""
-    return 1 + sum(map(_count_value_parts, _children(value)))
+    return 1 + sum(map(_count_value_parts, _child_values(value)))
 
 
 def _expressions(kind: str, text: str) -> list[str]:
@@ -293,7 +295,7 @@ def _expressions(kind: str, text: str) -> list[str]:
     if kind == "regex":
         return [text]
     expressions: list[str] = []
-    for node in _schemas(kind, text):
+    for node in _schema_objects(kind, text):
         pattern = node.get("pattern")
         patterns = node.get("patternProperties")
         expressions += [pattern] if isinstance(pattern, str) else []
@@ -304,12 +306,12 @@ def _expressions(kind: str, text: str) -> list[str]:
     return expressions
 
 
-def _schemas(kind: str, text: str) -> list[JsonObject]:
+def _schema_objects(kind: str, text: str) -> list[JsonObject]:
     """Return all objects in the JSON schemas of a grammar."""
     nodes: list[JsonObject] = []
 
     def collect(schema: Json) -> Json:
-        nodes.extend(_objects(schema))
+        nodes.extend(_nested_objects(schema))
         return True
 
     with_schemas(kind, text, collect)
@@ -360,7 +362,7 @@ def _library_error_of_text(text: str) -> str:
 
 def _check_states(schema: Json) -> None:
     """Raise UsageError for a schema whose numbers or combined patterns need too many states."""
-    nodes = list(_objects(schema))
+    nodes = list(_nested_objects(schema))
     common_multiple = 1
     for node in nodes:
         step = node.get("multipleOf", 0)
@@ -375,14 +377,14 @@ def _check_states(schema: Json) -> None:
         raise grammar_error("schema", f"it combines more than {MAX_PATTERNS} patterns")
 
 
-def _check_rows(schema: Json) -> None:
+def _check_optional_properties(schema: Json) -> None:
     """Raise UsageError for a closed schema with an object of more than `MAX_OPTIONAL` optional keys."""
     definitions = schema.get("$defs") if isinstance(schema, dict) else None
     visited = set[int]()
-    for node in _objects(schema):
+    for node in _nested_objects(schema):
         if id(node) in visited:  # counted with the schema that it belongs to
             continue
-        nodes = _in_place(node, definitions if isinstance(definitions, dict) else {})
+        nodes = _schemas_of_same_value(node, definitions if isinstance(definitions, dict) else {})
         visited.update(map(id, nodes))
         optional = sum(map(_optional_properties, nodes))
         if optional > MAX_OPTIONAL:
@@ -390,7 +392,7 @@ def _check_rows(schema: Json) -> None:
             raise grammar_error("schema", f"{excess}, {MAX_OPTIONAL} at most are supported")
 
 
-def _in_place(node: JsonObject, definitions: JsonObject) -> list[JsonObject]:
+def _schemas_of_same_value(node: JsonObject, definitions: JsonObject) -> list[JsonObject]:
     """Return a schema and all schemas that may apply to the same value, each once."""
     nodes = [node]
     visited = {id(node)}
@@ -400,8 +402,8 @@ def _in_place(node: JsonObject, definitions: JsonObject) -> list[JsonObject]:
             branches = schema.get(key)
             candidates += branches if isinstance(branches, list) else []
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith(PREFIX):
-            candidates.append(definitions.get(reference.removeprefix(PREFIX)))
+        if isinstance(reference, str) and reference.startswith(DEFINITION_PREFIX):
+            candidates.append(definitions.get(reference.removeprefix(DEFINITION_PREFIX)))
         for candidate in candidates:
             if isinstance(candidate, dict) and id(candidate) not in visited:
                 visited.add(id(candidate))
@@ -419,15 +421,15 @@ def _optional_properties(node: JsonObject) -> int:
     return len(properties.keys() - {name for name in names if isinstance(name, str)})
 
 
-def _objects(node: Json) -> Iterator[JsonObject]:
+def _nested_objects(node: Json) -> Iterator[JsonObject]:
     """Yield every object in a JSON value."""
     if isinstance(node, dict):
         yield node
-    for child in _children(node):
-        yield from _objects(child)
+    for child in _child_values(node):
+        yield from _nested_objects(child)
 
 
-def _children(value: Json) -> Collection[Json]:
+def _child_values(value: Json) -> Collection[Json]:
     """Return the values of an object or a list; none of another value."""
     if isinstance(value, dict):
         return value.values()
@@ -447,7 +449,7 @@ def summarize_error(text: str) -> str:
 
 def grammar_error(kind: str, reason: str) -> UsageError:
     """Return the error for a grammar of a kind that cannot be used."""
-    flag, example = FLAGS[kind]
+    flag, example = OPTION_EXAMPLES[kind]
     return UsageError(
         f"{flag} cannot be used: {summarize_error(reason)}",
         fix=[f"{flag} {example}"],

@@ -300,7 +300,7 @@ class Sequence:
                 return i, "stop", None
             if self.grammar is not None:
                 try:
-                    self.grammar.accept(token)
+                    self.grammar.accept_token(token)
                     if self.grammar.is_finished:
                         return i, "stop", None
                 except GrammarError as failure:
