@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import GrammarSpec
 
 
-COUNTED_METRICS = {name: name for name in ("prompt_tokens", "cached_tokens", "preemptions")}
-COUNTED_METRICS |= {
-    "generation_tokens": "completion_tokens",
-    "spec_decode_num_drafts": "num_drafts",
+COUNTED_METRICS: dict[str, Callable[[RequestMetrics], int]] = {
+    "prompt_tokens": lambda metrics: metrics.prompt_tokens,
+    "cached_tokens": lambda metrics: metrics.cached_tokens,
+    "preemptions": lambda metrics: metrics.preemptions,
+    "generation_tokens": lambda metrics: metrics.completion_tokens,
+    "spec_decode_num_drafts": lambda metrics: metrics.num_draft_rounds,
+    "spec_decode_num_draft_tokens": lambda metrics: metrics.draft_n,
+    "spec_decode_num_accepted_tokens": lambda metrics: metrics.draft_n_accepted,
 }
-COUNTED_METRICS |= {
-    "spec_decode_num_draft_tokens": "draft_n",
-    "spec_decode_num_accepted_tokens": "draft_n_accepted",
-}
-"""Counters that `/metrics` sums up: its own names, and those of `RequestMetrics`."""
+"""Counters that `/metrics` sums up, by their names there without `_total`."""
 
 
 class Service:
@@ -154,8 +154,8 @@ class Service:
         self.used_at = time.monotonic()
         counters = self.counters
         counters[f'requests_total{{reason="{reason}"}}'] += 1
-        for metric, name in COUNTED_METRICS.items():
-            counters[f"{metric}_total"] += getattr(metrics, name)
+        for name, count_of in COUNTED_METRICS.items():
+            counters[f"{name}_total"] += count_of(metrics)
         for position, count in enumerate(metrics.accepted_per_position):
             counters[f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'] += (
                 count
