@@ -196,7 +196,7 @@ class Replay:
         chat_request = read_chat(
             {**body, "temperature": 0.8, "seed": number}, self.service.settings
         )
-        prepared = self.service.prepare(
+        prepared = self.service.prepare_generation(
             without_lines(chat_request, (CLOCK,)) if rule else chat_request
         )
         ((request, _),) = prepared[1]

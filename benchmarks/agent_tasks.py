@@ -149,7 +149,7 @@ class Answers:
             grammar = GrammarSpec("schema", json.dumps(task.schema))
         message: Message = {"role": "user", "content": task.text}
         prompt = Prompt(messages=(message,), variables={})
-        prepared = self.settings.prepare("task", prompt, self.params(tokens), grammar)
+        prepared = self.settings.prepare_request("task", prompt, self.params(tokens), grammar)
         request: Request = prepared.request
         ids: list[int] = []
         self.engine.add(request)

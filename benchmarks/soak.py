@@ -171,7 +171,9 @@ class Soak:
         with closing(engine):
             options = self._options
             prompt = read_prompt(options, engine.info.ctx)
-            served = engine.prepare(prompt, requested_sampling(options), None, options.think)
+            served = engine.prepare_request(
+                prompt, requested_sampling(options), None, options.think
+            )
             engine.add(served.request)
             if draws.random() < 0.2:
                 return None

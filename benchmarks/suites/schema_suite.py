@@ -85,7 +85,7 @@ class Acceptor:
             "json_schema": {"name": "s", "schema": schema},
         }
         body = chat_completions.CHAT_FIELDS["response_format"](form, "response_format")
-        grammar = tool_choice.response_format(body)
+        grammar = tool_choice.response_format_grammar(body)
         assert grammar is not None
         self._compiler.compile(grammar, (END,))
         return grammar

@@ -17,7 +17,7 @@ from spd.cli.parser import COMMAND_FIXES
 from spd.cli.plain_arguments import option_names, parse_plain
 from spd.cli.signals import Interrupted, SignalGuard, exit_by_signal, exit_on_engine_error
 from spd.cli.terminal.console import Console, PrintableStderr, Session, write_error, write_stderr
-from spd.cli.terminal.sink import DISK_FULL, OutputClosed, Sink, output_error
+from spd.cli.terminal.sink import DISK_FULL_ERRNOS, OutputClosed, Sink, output_error
 from spd.cli.terminal.streams import flush_streams, is_color_enabled, reserve_standard_descriptors
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.runtime.ranks.rendezvous import torchrun_rank
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     except (OutputClosed, BrokenPipeError):
         return PIPE_CLOSED_STATUS
     except OSError as error:  # help into a full disk fails only when it is flushed
-        failure = output_error("standard output", error, opened=True)
+        failure = output_error("standard output", error, was_opened=True)
         write_error(failure, Console(), as_json=False)
         return failure.exit_code
     finally:
@@ -105,10 +105,10 @@ def _run_or_report(argv: list[str], guard: SignalGuard) -> int:
     session = Session(console, guard, state, sockets, dumb_terminal=dumb, rendezvous=num_ranks)
     try:
         if os.environ.get(COMPLETION_VARIABLE):
-            from spd.cli.typer_app import build_app, complete
+            from spd.cli.typer_app import build_app, print_completions
 
             typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
-            return complete(build_app(typed.split()), COMPLETION_VARIABLE)
+            return print_completions(build_app(typed.split()), COMPLETION_VARIABLE)
         if rank:
             from spd.cli.rank import run_rank
 
@@ -124,7 +124,7 @@ def _run_or_report(argv: list[str], guard: SignalGuard) -> int:
     except Exception as error:
         if (
             isinstance(error, OutputClosed | BrokenPipeError)
-            or getattr(error, "errno", None) in DISK_FULL
+            or getattr(error, "errno", None) in DISK_FULL_ERRNOS
         ):
             raise
         if session.console.debug:

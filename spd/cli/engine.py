@@ -44,9 +44,9 @@ def print_run_notes(
 
     request: the only request of the run; None if there are many.
     """
-    from spd.conversation.notes import notes_before
+    from spd.conversation.notes import notes_before_run
 
-    notes = notes_before(engine.info, settings.think, settings.vocabulary, request)
+    notes = notes_before_run(engine.info, settings.think, settings.vocabulary, request)
     print_notes(console, notes, engine, settings.sampling.describe())
 
 

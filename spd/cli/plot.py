@@ -251,4 +251,4 @@ def _write_picture(panels: Sequence[Panel], height: float, path: Path) -> None:
     try:
         path.write_bytes(data.getvalue())
     except OSError as error:
-        raise output_error(path, error, opened=True) from None
+        raise output_error(path, error, was_opened=True) from None

@@ -18,7 +18,7 @@ from spd.cli.terminal.progress import Ticker
 from spd.cli.terminal.sink import Sink, to_json
 from spd.cli.terminal.streams import is_terminal, paint
 from spd.conversation.notes import loop_note
-from spd.conversation.thinking import UNANSWERED, ThinkingCounter
+from spd.conversation.thinking import UNANSWERED_NOTE, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import EngineError, IncompleteError, SpdError
 from spd.formats.thinking import KNOWN_MARKS, ThinkingMarks
@@ -92,7 +92,7 @@ class ReplyView:
         self._shows_thinking = is_terminal(sys.stderr) and not console.quiet
         self._ticker = Ticker(console)
         self.report_prefill = partial(
-            self._ticker.count, "reading the prompt", amount="{:,} tok".format
+            self._ticker.show_progress, "reading the prompt", amount="{:,} tok".format
         )
         """Takes how many tokens of the prompt are prefilled, and how many there are."""
         self._last_thinking_letter = ""
@@ -356,7 +356,7 @@ def unanswered_note(fields: ReplyFields, reply: RequestOutput, request: Request)
     if fields["reasoning"] is None or fields["text"]:
         return None
     reason, _ = _early_end_reason(reply, request)
-    return f"{UNANSWERED}: {reason}"
+    return f"{UNANSWERED_NOTE}: {reason}"
 
 
 def _early_end_reason(reply: RequestOutput, request: Request) -> tuple[str, str]:

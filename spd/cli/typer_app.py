@@ -48,10 +48,10 @@ MAX_HELP_COLUMNS = 118
 
 
 class Command(TyperCommand):
-    """A command of spd."""
+    """A command as Typer parses it: other tools' options, values that may be left out, panels."""
 
     def make_parser(self, ctx: Any) -> Any:
-        """Add the names of other tools as aliases of the command's options."""
+        """Return Typer's parser, in which other tools' options are aliases of the command's."""
         parser = super().make_parser(ctx)
         long_options = parser._long_opt
         long_options |= {
@@ -62,9 +62,9 @@ class Command(TyperCommand):
         return parser
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments; an option with an optional [VALUE] may stand alone.
+        """Parse arguments into `ctx` and return the rest; an option with a [VALUE] may stand alone.
 
-        Raises what `refuse_foreign_option` raises.
+        Raises what `refuse_foreign_option` raises, and Typer's errors with similar options.
         """
         optional_value_params = [
             p for p in self.params if p.param_type_name == "option" and (p.metavar or "")[:1] == "["
@@ -87,7 +87,7 @@ class Command(TyperCommand):
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section per panel."""
+        """Write one section of the help for each panel to the formatter."""
         panels: dict[str, list[tuple[str, str] | None]] = {
             ARGUMENTS_PANEL: [],
             MAIN_PANEL: [],
@@ -105,15 +105,18 @@ class Command(TyperCommand):
                     formatter.write_dl(records, col_max=min(30, formatter.width // 2))
 
 
-def help_width() -> int:
-    """Return the columns of help: the terminal's, where click alone never goes below 50."""
+def help_columns() -> int:
+    """Return the columns of help: the terminal's less 2, from 30 to 118.
+
+    Click alone stops at 50.
+    """
     return max(MIN_HELP_COLUMNS, min(MAX_HELP_COLUMNS, shutil.get_terminal_size().columns - 2))
 
 
 def build_app(names: Collection[str] = COMMANDS) -> typer.Typer:
-    """Return the Typer application of the commands in `names`.
+    """Return the Typer application of the commands in `names`, which are imported.
 
-    Without a known name it has all commands, unloaded, with only their names and help.
+    Without a known name it has all commands, not imported, with only their names and short help.
     """
     app = typer.Typer(
         name="spd",
@@ -123,9 +126,9 @@ def build_app(names: Collection[str] = COMMANDS) -> typer.Typer:
         rich_markup_mode=None,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "terminal_width": help_width()},
+        context_settings={"help_option_names": ["-h", "--help"], "terminal_width": help_columns()},
     )
-    app.callback()(root)
+    app.callback()(root_callback)
     command_names = [name for name in COMMANDS if name in names]
     for name in command_names or COMMANDS:
         body = load_command(name) if command_names else lambda: None
@@ -135,7 +138,7 @@ def build_app(names: Collection[str] = COMMANDS) -> typer.Typer:
     return app
 
 
-def complete(app: typer.Typer, variable: str) -> int:
+def print_completions(app: typer.Typer, variable: str) -> int:
     """Print completions for the shell's request in the environment; return the exit status."""
     from typer.completion import completion_init  # type: ignore[attr-defined]
 
@@ -193,7 +196,7 @@ def _show_version(requested: bool) -> None:
         raise typer.Exit
 
 
-def root(
+def root_callback(
     version: bool = typer.Option(
         False,
         "--version",
@@ -203,4 +206,4 @@ def root(
         help="Print the version and exit.",
     ),
 ) -> None:
-    """Define the options before a command."""
+    """Do nothing: the parameters define the options before a command."""

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
 
 
 def main(folder: Path) -> None:
-    """Convert pytorch_model*.bin, without running their code, to model.safetensors."""
+    """Convert the folder's pytorch_model*.bin, without running their code, to model.safetensors."""
     from torch import load
 
     paths = sorted(folder.glob("pytorch_model*.bin"))
     checkpoints = [load(path, weights_only=True, map_location="cpu") for path in paths]
-    outputs = [_output(name, tensor) for tensors in checkpoints for name, tensor in tensors.items()]
+    outputs = [
+        _output_tensor(name, tensor) for tensors in checkpoints for name, tensor in tensors.items()
+    ]
     with tempfile.TemporaryDirectory(dir=folder) as partial:
         weights_path = Path(partial) / WEIGHTS_FILE
         write_tensors(weights_path, outputs)
         weights_path.rename(folder / WEIGHTS_FILE)
 
 
-def _output(name: str, tensor: Tensor) -> OutputTensor:
+def _output_tensor(name: str, tensor: Tensor) -> OutputTensor:
     """Return the description of a tensor for the writer of safetensors."""
     # float32 becomes F32, uint8 becomes U8.
     dtype_code = re.sub("loat|(?<=u)int|nt", "", str(tensor.dtype)[6:]).upper()

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 CHANNEL = "<|channel|>"
 MESSAGE = "<|message|>"
 START = "<|start|>"
+"""Marks of a message's header: its channel, the end of the header, its beginning."""
 MESSAGE_ENDS = (START, "<|end|>", "<|call|>", "<|return|>", "<|eom|>", "<|eot|>")
 """Marks that end a message."""
-BEGINNING = re.compile(r"\s*(?:<\|channel\|>|<\|start\|>|to=[\w.-]+\s*<\|(?:message|channel)\|>)")
+MESSAGES_BEGINNING = re.compile(
+    r"\s*(?:<\|channel\|>|<\|start\|>|to=[\w.-]+\s*<\|(?:message|channel)\|>)"
+)
 """The beginning of a reply of messages."""
-PARTIAL_BEGINNING = re.compile(r"t|to|to=[\w.-]*\s*(?:<[|a-z]{0,9})?")
+PARTIAL_MESSAGES_BEGINNING = re.compile(r"t|to|to=[\w.-]*\s*(?:<[|a-z]{0,9})?")
 """A text that may become such a beginning."""
 THINKING_HEADER = re.compile(r"(?s)\A(?!.*to=functions\.).*?(?:<\|channel\|>\s*analysis|to=self\b)")
 """A header of thinking; one on the analysis channel that calls a function is a call instead."""

@@ -17,7 +17,7 @@ from spd.conversation.messages import (
     with_system_first,
 )
 from spd.conversation.notes import UNCONSTRAINED_CALLS
-from spd.conversation.prompt import SWITCH, Prompt
+from spd.conversation.prompt import THINKING_SWITCH, Prompt
 from spd.conversation.reply import Part, ReplyBuilder
 from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.conversation.settings import REQUEST_ID, PreparedRequest, Settings
@@ -123,11 +123,11 @@ def stream_chat(
             valid_names = ", ".join(ChatOptions.__annotations__)
             raise UsageError(f"{name} is no option of a chat", fix=[valid_names])
     if isinstance(model, Engine):
-        return ChatStream(model, messages, options, closes=False)
+        return ChatStream(model, messages, options, closes_engine=False)
     folder = ModelFolder.resolve(os.fspath(model))
     engine = Engine(EngineConfig(model=folder, slots=1))
     try:
-        return ChatStream(engine, messages, options, closes=True)
+        return ChatStream(engine, messages, options, closes_engine=True)
     except BaseException:
         engine.close()
         raise
@@ -137,16 +137,17 @@ class ChatStream(Iterator[ChatDelta]):
     """A reply while it grows. `close` it, or leave its `with` block, to end it early."""
 
     def __init__(
-        self, engine: Engine, messages: Messages, options: ChatOptions, *, closes: bool
+        self, engine: Engine, messages: Messages, options: ChatOptions, *, closes_engine: bool
     ) -> None:
-        """Prepare the request. closes: True closes the engine at the end of the reply.
+        """Prepare the request. closes_engine: `close` closes the engine too.
 
-        Raises UsageError.
+        Raises UsageError for a wrong option or message, and IncompatibleError for a model without a
+        chat template.
         """
-        settings = _settings(engine, options)
+        settings = _reply_settings(engine, options)
         vocabulary = settings.vocabulary
         template = vocabulary.need_template()
-        tools = _tools(options)
+        tools = _tool_objects(options)
         try:
             choice = read_tools(
                 tools,
@@ -161,13 +162,13 @@ class ChatStream(Iterator[ChatDelta]):
         if choice is not None and template.supports_tools:
             variables["tools"] = tools
         if "think" in options:
-            variables[SWITCH] = options["think"]
+            variables[THINKING_SWITCH] = options["think"]
         ordered = with_system_first(check_messages([*messages], "messages"))
         ordered = in_template_order(ordered, template.tools_template)
         prompt = Prompt(messages=tuple(ordered), variables=variables)
-        prepared, notes = _prepare(engine, settings, prompt, choice)
+        prepared, notes = _prepare_request(engine, settings, prompt, choice)
         self._engine = engine
-        self._closes = closes
+        self._closes = closes_engine
         self._builder = ReplyBuilder(
             0,
             prepared.inside_thinking,
@@ -177,9 +178,10 @@ class ChatStream(Iterator[ChatDelta]):
             notes=notes,
         )
         self._metrics: RequestMetrics | None = None
-        self._deltas = self._run(prepared)
+        self._deltas = self._stream_deltas(prepared)
 
     def __next__(self) -> ChatDelta:
+        """Return the next delta, once the engine has made it."""
         return next(self._deltas)
 
     def __enter__(self) -> ChatStream:
@@ -188,8 +190,8 @@ class ChatStream(Iterator[ChatDelta]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, prepared: PreparedRequest) -> Generator[ChatDelta]:
-        """Yield the deltas of each event.
+    def _stream_deltas(self, prepared: PreparedRequest) -> Generator[ChatDelta]:
+        """Run the request and yield the deltas of each event; set the metrics at its end.
 
         Raises EngineError where the engine gives the request up.
         """
@@ -204,7 +206,7 @@ class ChatStream(Iterator[ChatDelta]):
                 yield ChatDelta(part, text)
 
     def close(self) -> None:
-        """End the reply at once, if it has not ended."""
+        """End the reply at once, if it has not ended, and close an engine that was made for it."""
         self._deltas.close()
         if self._closes:
             self._engine.close()
@@ -226,8 +228,11 @@ class ChatStream(Iterator[ChatDelta]):
         )
 
 
-def _settings(engine: Engine, options: ChatOptions) -> Settings:
-    """Return the settings of one reply. Raises UsageError for a parameter that is refused."""
+def _reply_settings(engine: Engine, options: ChatOptions) -> Settings:
+    """Return the settings of one reply. Raises UsageError for a parameter that is refused.
+
+    Reads the tokenizer and the template from the model's folder.
+    """
     folder = ModelFolder.from_path(engine.config.model)
     names = {field.name for field in dataclasses.fields(SamplingOptions)}
     values: dict[str, Any] = {name: value for name, value in options.items() if name in names}
@@ -245,13 +250,13 @@ def _settings(engine: Engine, options: ChatOptions) -> Settings:
     )
 
 
-def _tools(options: ChatOptions) -> list[Mapping[str, Any]]:
-    """Return tools as chat completions write them."""
+def _tool_objects(options: ChatOptions) -> list[Mapping[str, Any]]:
+    """Return the tools of the options as chat completions write them."""
     tools = options.get("tools", ())
     return [tool if "function" in tool else function_tool(tool) for tool in tools]
 
 
-def _prepare(
+def _prepare_request(
     engine: Engine, settings: Settings, prompt: Prompt, tools: Tools | None
 ) -> tuple[PreparedRequest, tuple[str, ...]]:
     """Return the request, with a note where no grammar can constrain its calls.
@@ -259,14 +264,14 @@ def _prepare(
     Raises what `Engine.add` raises.
     """
     if tools is None:
-        return settings.prepare(REQUEST_ID, prompt), ()
+        return settings.prepare_request(REQUEST_ID, prompt), ()
     params = settings.sampling.params
     try:
-        prepared = settings.prepare(REQUEST_ID, prompt, params, tools.grammar)
+        prepared = settings.prepare_request(REQUEST_ID, prompt, params, tools.grammar)
         engine.check(prepared.request)
     except UsageError as error:
         if tools.is_constrained:
             raise
         note = f"{UNCONSTRAINED_CALLS}: {error.message}"
-        return settings.prepare(REQUEST_ID, prompt, params), (note,)
+        return settings.prepare_request(REQUEST_ID, prompt, params), (note,)
     return prepared, ()

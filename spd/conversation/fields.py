@@ -58,12 +58,16 @@ def any_value(value: Json, name: str) -> Json:
 TEXT = of_type("a string", str)
 FLAG = of_type("a boolean", bool)
 OBJECT: Check[dict[str, Json]] = of_type("an object", dict)
+"""Checks of a value's type alone."""
 _array: Check[list[Json]] = of_type("an array", list)
 _number: Check[float] = of_type("a number", int, float)
 
 
 def number(value: Json, name: str) -> float:
-    """Return a number that a float can hold; its range is checked where it is used."""
+    """Return a number as a float, NaN and infinities too; its range is checked where it is used.
+
+    Raises FieldError for another type, and for a number that no float can hold.
+    """
     try:
         return float(_number(value, name))
     except OverflowError:
@@ -71,7 +75,7 @@ def number(value: Json, name: str) -> float:
 
 
 def integer(minimum: int, maximum: int) -> Check[int]:
-    """Return the check of an integer within a range."""
+    """Return the check of a whole number from `minimum` to `maximum`, such as 3 or 3.0."""
 
     def check(value: Json, name: str) -> int:
         """Return the integer. Raises FieldError."""
@@ -111,7 +115,7 @@ def array_of(check: Check[T], limit: int) -> Check[tuple[T, ...]]:
     return check_all
 
 
-def strict_object(
+def object_of(
     table: Mapping[str, Check[object] | None],
     *required: str,
     is_open: bool = False,
@@ -146,7 +150,8 @@ def strict_object(
     return check
 
 
-open_object = partial(strict_object, is_open=True)
+open_object = partial(object_of, is_open=True)
+"""Returns the check of an object in which unknown fields are ignored."""
 
 
 def content_blocks(
@@ -168,6 +173,7 @@ def content_blocks(
     check_all = array_of(check_block, 10_000)
 
     def check(value: Json, name: str) -> tuple[dict[str, Any], ...]:
+        """Return the checked blocks, of a text one block. Raises FieldError."""
         return check_all([{"type": "text", "text": value}] if type(value) is str else value, name)
 
     return check

@@ -23,7 +23,7 @@ class FillInForm:
     suffix_first: bool = False
 
 
-FORMS = (
+FILL_IN_FORMS = (
     FillInForm("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     FillInForm("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     FillInForm("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
@@ -36,7 +36,7 @@ FORMS = (
 )
 """Qwen and Gemma, StarCoder and Granite, SantaCoder, GLM, DeepSeek, Code Llama, Seed-Coder,
 Mistral."""
-ENDS = (
+FILL_IN_END_TOKENS = (
     "<|fim_pad|>",
     "<fim_pad>",
     "<|file_sep|>",
@@ -48,9 +48,9 @@ ENDS = (
 """Tokens that end the middle, besides those that end every text."""
 
 
-def fill_in_form(tokenizer: Tokenizer) -> FillInForm | None:
-    """Return the form whose tokens the vocabulary has; None where it has none."""
-    for form in FORMS:
+def find_fill_in_form(tokenizer: Tokenizer) -> FillInForm | None:
+    """Return the first form whose tokens are all in the vocabulary; None where it has none."""
+    for form in FILL_IN_FORMS:
         marks = (form.prefix, form.suffix, form.middle)
         if all(mark is None or tokenizer.token_to_id(mark) is not None for mark in marks):
             return form
@@ -60,7 +60,7 @@ def fill_in_form(tokenizer: Tokenizer) -> FillInForm | None:
 def fill_in_ids(
     tokenizer: Tokenizer, form: FillInForm, text: Sequence[int], suffix: Sequence[int]
 ) -> list[int]:
-    """Return the prompt of token ids for the middle between `text` and `suffix`."""
+    """Return the prompt, as token ids, for the middle between the tokens `text` and `suffix`."""
     before = _with_mark(tokenizer, form.prefix, text)
     behind = _with_mark(tokenizer, form.suffix, suffix)
     ids = [*behind, *before] if form.suffix_first else [*before, *behind]
@@ -73,12 +73,12 @@ def fill_in_ids(
 
 def fill_in_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of tokens that end the middle."""
-    ids = (tokenizer.token_to_id(mark) for mark in ENDS)
+    ids = (tokenizer.token_to_id(mark) for mark in FILL_IN_END_TOKENS)
     return tuple(token for token in ids if token is not None)
 
 
 def _with_mark(tokenizer: Tokenizer, mark: str, ids: Sequence[int]) -> list[int]:
-    """Return token ids behind the token of a mark."""
+    """Return the id of a mark's token, then `ids`."""
     token = tokenizer.token_to_id(mark)
     assert token is not None, "a form is chosen by its tokens"
     return [token, *ids]

@@ -31,6 +31,10 @@ def logprob_entry(entry: TokenLogprob, tokenizer: Tokenizer | None) -> LogprobEn
 
 
 def _token_entry(token_id: int, logprob: float, tokenizer: Tokenizer | None) -> TokenEntry:
+    """Return a token's id, text, bytes and log-probability.
+
+    Without a tokenizer the text is empty.
+    """
     data = b"" if tokenizer is None else tokenizer.token_bytes(token_id)
     return {
         "token_id": token_id,

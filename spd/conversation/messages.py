@@ -28,7 +28,7 @@ ROLES = {
 """The roles of the APIs, and their names in chat templates."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that holds it."""
-BLANK = "\n\n"
+BLANK_LINE = "\n\n"
 _JOINS_ARGUMENTS = re.compile(
     r"""(?s)(?!.*arguments['"\]]*\s*\|\s*tojson).*\+\s*[\w.'"\[\]]*arguments\b"""
 )
@@ -93,6 +93,7 @@ def _call_for_template(call: Message, joins_arguments: bool) -> Message:
 
 
 def _as_json(value: object) -> str:
+    """Return a value as JSON text, with letters as they are."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -107,7 +108,7 @@ def with_system_first(messages: Iterable[Message]) -> list[Message]:
         if message["role"] != "system" or not ordered:
             ordered.append(message)
         elif len(ordered) == 1 and ordered[0]["role"] == "system":
-            text = BLANK.join(filter(None, (ordered[0]["content"], message["content"])))
+            text = BLANK_LINE.join(filter(None, (ordered[0]["content"], message["content"])))
             ordered[0] = {**ordered[0], "content": text}
         else:
             ordered.append({**message, "role": "user"})
@@ -127,7 +128,7 @@ def in_template_order(messages: Sequence[Message], template: str) -> list[Messag
 
 
 def _alternating(messages: Iterable[Message], *, counts_calls: bool) -> list[Message]:
-    """Join neighbours of one role, and insert a turn where the template expects one.
+    """Return messages with neighbours of one role joined, and turns added that a template expects.
 
     counts_calls: True if a message of calls is a turn of the assistant for the template.
     """
@@ -156,15 +157,17 @@ def _alternating(messages: Iterable[Message], *, counts_calls: bool) -> list[Mes
 
 
 def _is_unanswered(previous: Message | None, counts_calls: bool) -> bool:
+    """True if a message holds calls that are no turn of the assistant for the template."""
     return previous is not None and bool(previous.get("tool_calls")) and not counts_calls
 
 
 def _joined(first: Message, second: Message) -> str:
-    return BLANK.join(filter(None, (first["content"], second["content"])))
+    """Return the contents of two messages with a blank line between them."""
+    return BLANK_LINE.join(filter(None, (first["content"], second["content"])))
 
 
 def _with_one_call_each(messages: Iterable[Message]) -> list[Message]:
-    """Give each call a message of its own with its result behind it."""
+    """Return messages in which each call has a message of its own with its result behind it."""
     ordered: list[Message] = []
     waiting: list[Message] = []  # messages of one call each, whose results come next
     for message in messages:
@@ -241,18 +244,20 @@ def _text_of_part(part: object, location: str, example: str) -> str:
 
 
 def _check_calls(calls: object, location: str, example: str) -> None:
+    """Raise UsageError that names `location` unless calls are a list of objects."""
     is_list = isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
     if not is_list:
         raise UsageError(f"{location} has no list of objects in `tool_calls`", fix=[example])
 
 
 EXAMPLE_CHAT = '[{"role": "user", "content": "Hello"}]'
+"""A valid list of messages, shown beside an error."""
 
 
 def check_text(text: str, source: str) -> str:
-    """Return a text without lone surrogates, which stand for undecodable bytes.
+    """Return the text as it is if it has no lone surrogates, which stand for undecodable bytes.
 
-    source: where the text comes from. Raises UsageError that names it.
+    source: where the text comes from. Raises UsageError that names it for any other text.
     """
     try:
         text.encode("utf-8")
@@ -263,7 +268,10 @@ def check_text(text: str, source: str) -> str:
 
 
 def check_messages(value: object, source: str) -> tuple[Message, ...]:
-    """Return a JSON value as the messages of a chat. Raises UsageError that names its source."""
+    """Return a JSON value as the messages of a chat, each as `read_message` reads it.
+
+    Raises UsageError that names its source for any other value, and for text with lone surrogates.
+    """
     if not isinstance(value, list) or not value:
         raise UsageError(f"{source} holds no list of messages", fix=[EXAMPLE_CHAT])
     messages: list[Message] = []

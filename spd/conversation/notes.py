@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spd.conversation.prompt import SWITCH
+from spd.conversation.prompt import THINKING_SWITCH
 
 if TYPE_CHECKING:
     from spd.conversation.vocabulary import Vocabulary
@@ -21,7 +21,7 @@ UNCONSTRAINED_CALLS = "calls of tools are not held to their schemas"
 """The beginning of a note, before the reason why no grammar can constrain the calls."""
 
 
-def notes_before(
+def notes_before_run(
     info: EngineInfo, think: str, vocabulary: Vocabulary, request: Request | None
 ) -> list[str]:
     """Return notes about an engine and the option `think`, and about a request if there is one."""
@@ -48,7 +48,7 @@ def thinking_note(think: str, vocabulary: Vocabulary) -> str | None:
     """
     template = vocabulary.template
     if think in ("on", "off") and template is not None and template.thinking_switch is None:
-        return f"this chat template has no {SWITCH}: thinking cannot be switched on or off"
+        return f"this chat template has no {THINKING_SWITCH}: thinking cannot be switched on or off"
     return None
 
 

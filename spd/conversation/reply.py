@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from spd.conversation.thinking import UNANSWERED, MarkedText, ThinkingCounter
+from spd.conversation.thinking import UNANSWERED_NOTE, MarkedText, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter
-from spd.conversation.tools.call_check import UNKNOWN_FORM
+from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE
 from spd.conversation.tools.call_forms import FALLBACK_FORM, MARKS
 from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_parser import CallParser, Piece
@@ -67,7 +67,7 @@ class ReplyBuilder:
     def __init__(
         self,
         index: int,
-        inside: bool | None,
+        inside_thinking: bool | None,
         tools: Tools | None,
         tokenizer: Tokenizer,
         *,
@@ -76,17 +76,17 @@ class ReplyBuilder:
     ) -> None:
         """Begin an empty reply.
 
-        inside: True if it begins inside thinking; None if nothing of it is thinking. notes: about
-        how the reply was made, for the client.
+        inside_thinking: True if it begins inside thinking; None if nothing of it is thinking.
+        notes: about how the reply was made, for the client.
         """
         self.index = index
         self._tools = tools
         self._notes = notes
-        self.stop: str | None = None
+        self.stop_string: str | None = None
         """The stop string that ended the reply; None if none did."""
         self._parser = CallParser(tools) if tools else None
-        self._splitter = ThinkingSplitter(inside, marks)
-        self._thinking_counter = ThinkingCounter(inside, tokenizer.token_bytes, marks)
+        self._splitter = ThinkingSplitter(inside_thinking, marks)
+        self._thinking_counter = ThinkingCounter(inside_thinking, tokenizer.token_bytes, marks)
         special = tokenizer.special_tokens.items() if tools else ()
         textless_marks = {
             i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)
@@ -96,7 +96,7 @@ class ReplyBuilder:
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: str | None = None
         """stop or length; None while the reply grows."""
-        self._unanswered = False
+        self._is_unanswered = False
         """True if the reply ended while thinking, without an answer."""
 
     @property
@@ -105,12 +105,15 @@ class ReplyBuilder:
         return self._thinking_counter.tokens
 
     def add_event(self, event: Event) -> list[PartDelta]:
-        """Add an event; return what each part has grown by."""
+        """Add an event: its text, its log-probabilities and its end.
+
+        Return what parts have grown by.
+        """
         final = event.finish_reason is not None
         self.logprobs += event.logprobs
         self.finish_reason = "stop" if event.finish_reason == "abort" else event.finish_reason
         self._thinking_counter.add(event.token_ids)
-        self.stop = event.stop
+        self.stop_string = event.stop
         pieces: list[Piece] = []
         text = self._marked_text.add(event.token_ids, event.text)
         for thinking, part in self._splitter.feed(text, final=final):
@@ -120,11 +123,11 @@ class ReplyBuilder:
                 pieces += self._parser.feed(part)
         if final and self._parser is not None:
             pieces += self._parser.feed("", final=True)
-        grown = [self._append(piece) for piece in pieces if piece.text or piece.name]
-        if final and self._splitter.thinking:
-            grown += [self._append(piece) for piece in self._calls_ending_thinking()]
-        if final and (self._splitter.thinking or self.text_of("thinking")):
-            self._unanswered = not self.calls and not self.text_of("text").strip()
+        grown = [self._append_piece(piece) for piece in pieces if piece.text or piece.name]
+        if final and self._splitter.is_thinking:
+            grown += [self._append_piece(piece) for piece in self._calls_ending_thinking()]
+        if final and (self._splitter.is_thinking or self.text_of("thinking")):
+            self._is_unanswered = not self.calls and not self.text_of("text").strip()
         return grown
 
     def _calls_ending_thinking(self) -> list[Piece]:
@@ -140,8 +143,8 @@ class ReplyBuilder:
         calls = [piece for piece in pieces[first:] if piece.kind == "call"]
         return calls if all(call.name in functions for call in calls if call.name) else []
 
-    def _append(self, piece: Piece) -> PartDelta:
-        """Append a piece to the last part, or begin a new part with it."""
+    def _append_piece(self, piece: Piece) -> PartDelta:
+        """Append a piece to the last part, or begin a new part with it; return the change."""
         begins = bool(piece.name) or not self.parts or self.parts[-1].kind != piece.kind
         if begins:
             name = piece.id  # Kimi's templates write the id in the place of the name
@@ -165,7 +168,7 @@ class ReplyBuilder:
         return [part for part in self.parts if part.kind == "call"]
 
     @property
-    def malformed_calls(self) -> Sequence[str]:
+    def malformed_call_notes(self) -> Sequence[str]:
         """Return notes about malformed calls of an ended reply, which are text."""
         return (
             self._parser.notes
@@ -176,17 +179,17 @@ class ReplyBuilder:
     @property
     def notes_field(self) -> dict[str, list[str]]:
         """Return the field `notes` of an ended reply; an empty dictionary if there are none."""
-        notes = [*self._notes, *self.malformed_calls]
-        if self._unanswered:
-            notes.append(UNANSWERED)
+        notes = [*self._notes, *self.malformed_call_notes]
+        if self._is_unanswered:
+            notes.append(UNANSWERED_NOTE)
         tools = self._tools
         is_guessed = tools is not None and tools.form is FALLBACK_FORM and not tools.required
         if is_guessed and not self.calls:
-            notes.append(UNKNOWN_FORM)
+            notes.append(UNKNOWN_FORM_NOTE)
         return {"notes": notes} if notes else {}
 
     def message(self) -> dict[str, Any]:
-        """Return the reply as a message of a chat."""
+        """Return the reply so far as the message of a chat: answer, thinking and calls."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
         if thought := self.text_of("thinking"):
             message["reasoning_content"] = thought.strip("\n")

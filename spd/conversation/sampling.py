@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.token_ids import check_ids
+from spd.conversation.token_ids import check_token_ids
 from spd.errors import UsageError
 from spd.formats.names import GENERATION_FILE
 from spd.runtime.engine.request import SEED_BITS
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from spd.formats.model_config import GenerationConfig
 
 
-DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+SAMPLING_DEFAULTS = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 """Values where neither an option nor the model sets one."""
 
 
@@ -40,7 +46,13 @@ class SamplingOptions:
     logprobs: int | None = None
 
 
-PASSED_THROUGH = ("presence_penalty", "frequency_penalty", "min_tokens", "max_tokens", "ignore_eos")
+PASSED_THROUGH_OPTIONS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "max_tokens",
+    "ignore_eos",
+)
 """Options that become parameters by the same names, whatever the model suggests."""
 
 
@@ -65,16 +77,17 @@ def resolve_sampling(
 ) -> ResolvedSampling:
     """Return the parameters: a user's options, then generation_config.json, then the defaults.
 
-    Raises UsageError.
+    Without a seed among the options, one is drawn. vocab_size: ids from it on are refused. Raises
+    UsageError for a value that is not valid.
     """
     import secrets
 
-    suggested = {name: getattr(generation_config, name) for name in DEFAULTS}
+    suggested = {name: getattr(generation_config, name) for name in SAMPLING_DEFAULTS}
     if generation_config.do_sample is False:
         suggested["temperature"] = 0.0
-    values: dict[str, Any] = {name: getattr(options, name) for name in PASSED_THROUGH}
+    values: dict[str, Any] = {name: getattr(options, name) for name in PASSED_THROUGH_OPTIONS}
     sources = {"seed": "given" if options.seed is not None else "drawn"}
-    for name, default in DEFAULTS.items():
+    for name, default in SAMPLING_DEFAULTS.items():
         candidates = {
             "given": getattr(options, name),
             GENERATION_FILE: suggested[name],
@@ -83,8 +96,8 @@ def resolve_sampling(
         source = next(source for source, value in candidates.items() if value is not None)
         sources[name] = source
         values[name] = candidates[source]
-    check_ids(options.stop_token_ids, vocab_size, "stop_token_id")
-    check_ids([token_id for token_id, _ in options.logit_bias], vocab_size, "logit_bias")
+    check_token_ids(options.stop_token_ids, vocab_size, "stop_token_id")
+    check_token_ids([token_id for token_id, _ in options.logit_bias], vocab_size, "logit_bias")
     try:
         params = SamplingParams(
             **values,

@@ -10,7 +10,7 @@ from spd.conversation.prompt import Prompt, encode_prompt, leaves_thinking_open
 from spd.conversation.sampling import ResolvedSampling
 from spd.conversation.thinking import thinking_budget
 from spd.conversation.thinking_grammar import grammar_after_thinking
-from spd.conversation.token_ids import check_ids
+from spd.conversation.token_ids import check_token_ids
 from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError
 from spd.runtime.engine.request import GrammarSpec, Request
@@ -22,7 +22,7 @@ REQUEST_ID = "0"
 
 
 class PreparedRequest(NamedTuple):
-    """A request for the engine, and whether its reply begins inside thinking."""
+    """A request for the engine, and True if its reply begins inside thinking."""
 
     request: Request
     inside_thinking: bool | None
@@ -31,7 +31,11 @@ class PreparedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything about a run but its prompts."""
+    """Everything about a run but its prompts.
+
+    usable_vocab: token ids below it are in the tokenizer and the model. context: its length in
+    tokens. think: the value of --think.
+    """
 
     config: EngineConfig
     sampling: ResolvedSampling
@@ -44,15 +48,15 @@ class Settings:
     def params_with(self, **values: Any) -> SamplingParams:
         """Return the run's sampling parameters with `values` in place of some.
 
-        Raises UsageError.
+        Raises UsageError for values that are not valid, and ids that are not in the vocabulary.
         """
-        check_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
-        check_ids(
+        check_token_ids(values.get("stop_token_ids", ()), self.usable_vocab, "stop_token_ids")
+        check_token_ids(
             [token for token, _ in values.get("logit_bias", ())], self.usable_vocab, "logit_bias"
         )
         return dataclasses.replace(self.sampling.params, **values)
 
-    def prepare(
+    def prepare_request(
         self,
         request_id: str,
         prompt: Prompt,
@@ -77,16 +81,16 @@ class Settings:
                 "a shorter prompt",
             ]
             raise IncompatibleError(message, reason=[reason], fix=fix, code="context_overflow")
-        inside = leaves_thinking_open(prompt, ids, self.vocabulary)
-        thinking = thinking_budget(self.think, self.vocabulary, bool(inside))
-        if grammar is not None and inside is not None:
+        inside_thinking = leaves_thinking_open(prompt, ids, self.vocabulary)
+        thinking = thinking_budget(self.think, self.vocabulary, bool(inside_thinking))
+        if grammar is not None and inside_thinking is not None:
             end = self.vocabulary.prompt_end(ids)
-            grammar, inside = grammar_after_thinking(
+            grammar, inside_thinking = grammar_after_thinking(
                 grammar=grammar,
                 vocabulary=self.vocabulary,
                 prompt=prompt,
                 prompt_end=end,
-                inside=inside,
+                inside_thinking=inside_thinking,
             )
         request = Request(request_id, tuple(ids), params, grammar=grammar, thinking=thinking)
-        return PreparedRequest(request, inside)
+        return PreparedRequest(request, inside_thinking)

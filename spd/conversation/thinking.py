@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.channels import BEGINNING
+from spd.conversation.channels import MESSAGES_BEGINNING
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import IncompatibleError
 from spd.formats.thinking import (
@@ -20,7 +20,7 @@ from spd.runtime.engine.request import ThinkingBudget
 if TYPE_CHECKING:
     from spd.conversation.vocabulary import Vocabulary
 
-UNANSWERED = "the reply ended while thinking, without an answer"
+UNANSWERED_NOTE = "the reply ended while thinking, without an answer"
 
 
 class ThinkingCounter:
@@ -31,21 +31,21 @@ class ThinkingCounter:
 
     def __init__(
         self,
-        inside: bool | None,
+        inside_thinking: bool | None,
         token_bytes: Callable[[int], bytes],
         marks: ThinkingMarks = KNOWN_MARKS,
     ) -> None:
-        self._splitter = ThinkingSplitter(inside, marks)
+        self._splitter = ThinkingSplitter(inside_thinking, marks)
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.tokens = 0
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Add the reply's next tokens."""
+        """Count those of the reply's next tokens that are thinking."""
         for token in token_ids:
             if self._splitter.is_settled:
                 return
-            self.tokens += self._splitter.thinking
+            self.tokens += self._splitter.is_thinking
             self._splitter.feed(self._decoder.decode(self._token_bytes(token)))
 
 
@@ -66,7 +66,7 @@ class MarkedText:
         """Marks, each with the number of those characters before it."""
 
     def add(self, token_ids: Sequence[int], text: str) -> str:
-        """Return the next text with its marks, after the next tokens."""
+        """Take the reply's next tokens and text; return the text with the marks before its end."""
         if not self._marks:
             return text
         for token in token_ids:
@@ -85,18 +85,20 @@ class MarkedText:
         return marked + text[place:]
 
 
-def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, Any]:
+def past_reply_message(reply: str, inside_thinking: bool, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return an earlier reply as a message, with its thinking in the form that the template reads.
 
-    inside: True if the reply's prompt had opened thinking. A template that reads no thoughts, or
-    looks for them in the text, gets the text as it is; but marks that are tokens are left out of
-    it.
+    inside_thinking: True if the reply's prompt had opened thinking. A template that reads no
+    thoughts, or looks for them in the text, gets the text as it is; but marks that are tokens are
+    left out of it.
     """
     template = vocabulary.need_template().default
     marks = vocabulary.marks
-    thought, answer = split_thinking(reply, inside, marks)
+    thought, answer = split_thinking(reply, inside_thinking, marks)
     is_separate = (
-        marks.thinking[0].are_tokens or BEGINNING.match(reply) or separates_thinking(template)
+        marks.thinking[0].are_tokens
+        or MESSAGES_BEGINNING.match(reply)
+        or separates_thinking(template)
     )
     if thought is None or not is_separate:
         return {"role": "assistant", "content": reply}
@@ -104,14 +106,14 @@ def past_reply(reply: str, inside: bool, vocabulary: Vocabulary) -> dict[str, An
 
 
 def thinking_budget(
-    think: str, vocabulary: Vocabulary, inside: bool, spent: Sequence[int] = ()
+    think: str, vocabulary: Vocabulary, inside_thinking: bool, spent: Sequence[int] = ()
 ) -> ThinkingBudget | None:
     """Return the budget that --think N leaves behind `spent` tokens; None for another value of
     --think.
 
     Raises IncompatibleError where no token ends thinking.
     """
-    if not think.isdigit() or (spent and not inside):
+    if not think.isdigit() or (spent and not inside_thinking):
         return None
     if (pair := vocabulary.thinking_tokens) is None:
         closing = vocabulary.marks.thinking[0].closing
@@ -123,4 +125,4 @@ def thinking_budget(
         raise IncompatibleError(message, reason=reason, fix=fix, code="no_thinking")
     begin, end = pair
     remaining = int(think) - sum(token != begin for token in spent)
-    return ThinkingBudget(max(0, remaining), end, begin, inside)
+    return ThinkingBudget(max(0, remaining), end, begin, inside_thinking)

@@ -12,17 +12,17 @@ from spd.runtime.engine.request import partial_match_length
 class ThinkingSplitter:
     """Splits a growing reply into thinking and answer, without the marks between them.
 
-    inside: True if the prompt left thinking open; None if nothing of the reply is thinking. Marks
-    of words count at the very beginning only, those that are tokens anywhere. The messages of
-    gpt-oss and Muse-Glimmer, of which some are thinking, have headers. Line breaks next to a mark
-    are dropped.
+    inside_thinking: True if the prompt left thinking open; None if nothing of the reply is
+    thinking. Marks of words count at the very beginning only, those that are tokens anywhere. The
+    messages of gpt-oss and Muse-Glimmer, of which some are thinking, have headers. Line breaks next
+    to a mark are dropped.
     """
 
-    def __init__(self, inside: bool | None, marks: ThinkingMarks = KNOWN_MARKS) -> None:
+    def __init__(self, inside_thinking: bool | None, marks: ThinkingMarks = KNOWN_MARKS) -> None:
         self.part: Literal["beginning", "header", "thinking", "answer"]
-        self.part = "answer" if inside is None else "beginning"
-        self._inside = bool(inside)
-        self._marks = marks if inside is not None else ThinkingMarks(())
+        self.part = "answer" if inside_thinking is None else "beginning"
+        self._inside = bool(inside_thinking)
+        self._marks = marks if inside_thinking is not None else ThinkingMarks(())
         self._token_pairs = tuple(pair for pair in self._marks.thinking if pair.are_tokens)
         self._buffer = ""
         self._label = ""
@@ -33,7 +33,7 @@ class ThinkingSplitter:
         """The marks that end thinking, an answer between marks, or a message."""
 
     @property
-    def thinking(self) -> bool:
+    def is_thinking(self) -> bool:
         """True if the next text is thinking."""
         return self._inside if self.part == "beginning" else self.part == "thinking"
 
@@ -44,10 +44,13 @@ class ThinkingSplitter:
         return self.part == "answer" and not self._token_pairs and not has_messages
 
     def feed(self, text: str, *, final: bool = False) -> list[tuple[bool, str]]:
-        """Return (is thinking, text) in order; a text that may become a mark is held back."""
+        """Take the reply's next text; return (is thinking, text) in order, without marks.
+
+        A text that may become a mark is held back unless `final`.
+        """
         self._buffer += text
         parts: list[tuple[bool, str]] = []
-        if self.part == "beginning" and not self._begin(final):
+        if self.part == "beginning" and not self._enter_first_part(final):
             return parts
         while (
             self._read_header(parts, final)
@@ -57,16 +60,16 @@ class ThinkingSplitter:
             pass
         return parts
 
-    def _begin(self, final: bool) -> bool:
+    def _enter_first_part(self, final: bool) -> bool:
         """Enter the first part of a reply; return False while its beginning may become a mark."""
         beginning = self._buffer.lstrip()
         pairs = (*self._marks.thinking, *self._marks.answer)
         marks = [mark for pair in pairs for mark in (pair.opening, pair.closing)]
         openings = (*marks, channels.CHANNEL, channels.START)
         may_be = any(opening.startswith(beginning) and opening != beginning for opening in openings)
-        if not final and (may_be or channels.PARTIAL_BEGINNING.fullmatch(beginning)):
+        if not final and (may_be or channels.PARTIAL_MESSAGES_BEGINNING.fullmatch(beginning)):
             return False
-        if channels.BEGINNING.match(beginning):
+        if channels.MESSAGES_BEGINNING.match(beginning):
             self.part = "header"
             self._end_marks = channels.MESSAGE_ENDS
             return True
@@ -102,7 +105,10 @@ class ThinkingSplitter:
         self._end_marks = ()
 
     def _read_header(self, parts: list[tuple[bool, str]], final: bool) -> bool:
-        """Read a message's header; return True once it is complete."""
+        """Read a message's header; return True once it is complete.
+
+        That of a call is appended to `parts`.
+        """
         head, mark, content = self._buffer.partition(channels.MESSAGE)
         if mark or final:
             self.part = "thinking" if channels.THINKING_HEADER.search(head) else "answer"
@@ -112,7 +118,7 @@ class ThinkingSplitter:
         return bool(mark or final)
 
     def _read_body(self, parts: list[tuple[bool, str]], final: bool) -> bool:
-        """Read text up to the next mark; return True once the mark has come."""
+        """Append text up to the next mark to `parts`; return True once the mark has come."""
         if self._skips_line_breaks and not self._skip_line_breaks(final):
             return False
         marks = self._end_marks
@@ -133,7 +139,7 @@ class ThinkingSplitter:
         self._buffer = (
             self._buffer[at + len(end) :] if end or final else self._buffer[len(content) :]
         )
-        parts.append((self.thinking, content))
+        parts.append((self.is_thinking, content))
         if end:
             self._pass_mark(end)
         return bool(end)
@@ -175,13 +181,13 @@ class ThinkingSplitter:
 
 
 def split_thinking(
-    text: str, inside: bool | None = False, marks: ThinkingMarks = KNOWN_MARKS
+    text: str, inside_thinking: bool | None = False, marks: ThinkingMarks = KNOWN_MARKS
 ) -> tuple[str | None, str]:
     """Return the thinking of a complete reply, None where it has none, and its answer.
 
-    inside: as in `ThinkingSplitter`.
+    inside_thinking: as in `ThinkingSplitter`.
     """
-    parts = ThinkingSplitter(inside, marks).feed(text, final=True)
+    parts = ThinkingSplitter(inside_thinking, marks).feed(text, final=True)
     thoughts = [part for thinking, part in parts if thinking]
     answer = "".join(part for thinking, part in parts if not thinking)
     return "".join(thoughts).strip("\n") if thoughts else None, answer

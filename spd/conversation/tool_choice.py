@@ -34,18 +34,19 @@ def past_arguments(value: Json, name: str) -> object:
 
 
 FUNCTION_FIELDS = {"name": function_name, "description": TEXT, "parameters": OBJECT, "strict": FLAG}
+"""Checks of a function's fields, as all APIs write them."""
 FORMAT_FIELDS = {
     "type": one_of("text", "json_object", "json_schema"),
     "schema": OBJECT,
     "json_schema": open_object({"schema": OBJECT}),
 }
 """Checks of a format of answers as chat completions write it, or flat as Responses do."""
-_choice = open_object({"name": TEXT, "function": open_object({"name": TEXT})})
+_check_choice = open_object({"name": TEXT, "function": open_object({"name": TEXT})})
 """The check of a choice of a function, in either API's form."""
 
 
 def function_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat completions write it."""
+    """Return the fields of a function as a tool of chat completions; other fields are left out."""
     return {
         "type": "function",
         "function": {name: tool[name] for name in FUNCTION_FIELDS if name in tool},
@@ -121,7 +122,7 @@ def _read_choice(choice: object, functions: Collection[str]) -> tuple[str, str |
     """
     named_function = None
     if isinstance(choice, dict):
-        requested = _choice(choice, "tool_choice")
+        requested = _check_choice(choice, "tool_choice")
         named_function = requested.get("function", requested).get("name", "")
         choice = "required"
     is_known = bool(functions) if named_function is None else named_function in functions
@@ -131,7 +132,7 @@ def _read_choice(choice: object, functions: Collection[str]) -> tuple[str, str |
     return str(choice), named_function
 
 
-def response_format(format_fields: Mapping[str, Any]) -> GrammarSpec | None:
+def response_format_grammar(format_fields: Mapping[str, Any]) -> GrammarSpec | None:
     """Return the grammar of a format of answers; None for any text. Raises FieldError."""
     kind = format_fields["type"]
     if kind == "text":

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.fields import FLAG, TEXT, any_value, integer, one_of, refuse, strict_object
+from spd.conversation.fields import FLAG, TEXT, any_value, integer, object_of, one_of, refuse
 from spd.conversation.messages import Message, in_template_order, with_system_first
-from spd.conversation.prompt import RESERVED_ARGS, SWITCH, Prompt
+from spd.conversation.prompt import RESERVED_ARGS, THINKING_SWITCH, Prompt
 from spd.conversation.sampling_fields import SAMPLING_FIELDS
 from spd.conversation.tool_choice import read_tools, without_strict
 from spd.conversation.tools.call_grammar import Tools
@@ -49,14 +49,14 @@ STREAM_OPTIONS = {
     "continuous_usage_stats": FLAG,
     "include_obfuscation": any_value,
 }
-SPECULATIVE = strict_object({"spec": one_of("auto", "off"), "draft_max": integer(0, MAX_DRAFT)})
+SPECULATIVE = object_of({"spec": one_of("auto", "off"), "draft_max": integer(0, MAX_DRAFT)})
 SHARED_FIELDS = {
     **SAMPLING_FIELDS,
     **dict.fromkeys(PASSED_OVER, any_value),
     "model": TEXT,
     "n": integer(1, MAX_REPLIES),
     "stream": FLAG,
-    "stream_options": strict_object(STREAM_OPTIONS),
+    "stream_options": object_of(STREAM_OPTIONS),
     "speculative": SPECULATIVE,
 }
 """Fields that chat completions and completions share."""
@@ -241,7 +241,7 @@ def _template_variables(chat: ChatRequest, template: ChatTemplate) -> dict[str, 
     variables: dict[str, object] = {}
     effort = chat.reasoning_effort
     if effort is not None and template.thinking_switch is not None:
-        variables[SWITCH] = effort not in ("none", "minimal")
+        variables[THINKING_SWITCH] = effort not in ("none", "minimal")
     if effort is not None and "reasoning_effort" in template.default:
         variables["reasoning_effort"] = EFFORTS.get(effort, effort)
     return {**variables, **chat.template_variables}

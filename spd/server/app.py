@@ -18,11 +18,11 @@ from spd.conversation.fields import (
     TEXT,
     array_of,
     integer,
-    strict_object,
+    object_of,
 )
 from spd.conversation.prompt import encode_prompt
 from spd.conversation.settings import Settings
-from spd.conversation.token_ids import check_ids
+from spd.conversation.token_ids import check_token_ids
 from spd.server.api_request import Generation, without_lines
 from spd.server.body import read_body
 from spd.server.chat_completions import ChatReply, read_chat
@@ -69,7 +69,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/responses": Endpoint(read_response, ResponseReply),
     "/v1/messages": Endpoint(read_messages, MessagesReply),
 }
-_detokenize = strict_object(
+_detokenize = object_of(
     {"tokens": array_of(integer(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens"
 )
 
@@ -216,7 +216,7 @@ class App:
         service = self._service
         generation = await self._read(endpoint.read, request)
         service.admit(len(generation.prompts) * generation.request.n)
-        generation, prepared = await asyncio.to_thread(service.prepare, generation)
+        generation, prepared = await asyncio.to_thread(service.prepare_generation, generation)
         service.admit(len(prepared))
         return endpoint.reply(service, generation, prepared)
 
@@ -235,6 +235,6 @@ class App:
         """Answer with the text of token ids."""
         settings = self._service.settings
         ids = _detokenize(await read_body(request), "")["tokens"]
-        check_ids(ids, settings.usable_vocab, "tokens")
+        check_token_ids(ids, settings.usable_vocab, "tokens")
         text = settings.vocabulary.need_tokenizer().decode(ids, skip_special=False)
         return JSONResponse({"prompt": text})

@@ -13,10 +13,10 @@ from spd.conversation.fields import (
     array_of,
     integer,
     joined_texts,
+    object_of,
     one_of,
     open_object,
     refuse,
-    strict_object,
 )
 from spd.conversation.logprobs import LogprobEntry, TokenEntry, logprob_entry
 from spd.conversation.messages import ROLES
@@ -25,7 +25,7 @@ from spd.conversation.tool_choice import (
     FORMAT_FIELDS,
     FUNCTION_FIELDS,
     past_arguments,
-    response_format,
+    response_format_grammar,
 )
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_TOKENS
 from spd.server.api_request import (
@@ -95,7 +95,7 @@ CHAT_FIELDS = {
     "add_generation_prompt": FLAG,
 }
 """Fields of a body, and the check of each."""
-_chat = strict_object(CHAT_FIELDS)
+_chat = object_of(CHAT_FIELDS)
 
 
 def read_chat(value: Json, settings: Settings) -> Generation:
@@ -114,7 +114,7 @@ def read_chat(value: Json, settings: Settings) -> Generation:
         tools=body.get("tools", ()),
         tool_choice=body.get("tool_choice", "auto"),
         parallel_tool_calls=body.get("parallel_tool_calls", True),
-        response_format=response_format(body.get("response_format", {"type": "text"})),
+        response_format=response_format_grammar(body.get("response_format", {"type": "text"})),
         reasoning_effort=body.get("reasoning_effort"),
         template_variables=body.get("chat_template_kwargs", {}),
         continue_final_message=body.get("continue_final_message"),

@@ -153,7 +153,7 @@ class ServedEngine(EngineClient):
 
         return ModelFolder(self._folder).tokenizer
 
-    def prepare(
+    def prepare_request(
         self, prompt: Prompt, options: SamplingOptions, grammar: GrammarSpec | None, think: str
     ) -> ServedPrompt:
         """Have the server encode a prompt; return the request with its marks, notes and parameters.

@@ -13,14 +13,14 @@ from spd.conversation.fields import (
     TEXT,
     array_of,
     integer,
+    object_of,
     refuse,
-    strict_object,
 )
 from spd.conversation.fill_in import fill_in_ends
 from spd.conversation.logprobs import LogprobEntry
 from spd.conversation.prompt import Prompt
 from spd.conversation.reply import PartDelta, ReplyBuilder
-from spd.conversation.sampling_fields import IDS
+from spd.conversation.sampling_fields import TOKEN_IDS
 from spd.runtime.engine.request import TokenLogprob
 from spd.runtime.round.sampling_params import MAX_LOGPROBS, MAX_STOP_IDS, MAX_TOKENS
 from spd.server.api_request import (
@@ -54,7 +54,7 @@ def _prompt(value: Json, name: str) -> Prompt:
     """Return one prompt. Raises FieldError."""
     if isinstance(value, str):
         return Prompt(text=value)
-    ids = IDS(value, name)
+    ids = TOKEN_IDS(value, name)
     return Prompt(ids=ids) if ids else refuse(name, "expected a text or token ids")
 
 
@@ -67,7 +67,7 @@ COMPLETION_FIELDS = {
     "max_tokens": integer(0, MAX_TOKENS),
     "best_of": integer(1, MAX_REPLIES),
 }
-_completion = strict_object(COMPLETION_FIELDS, "prompt")
+_completion = object_of(COMPLETION_FIELDS, "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spd.conversation.notes import notes_before
+from spd.conversation.notes import notes_before_run
 from spd.conversation.prompt import Prompt
 from spd.conversation.sampling import SamplingOptions, resolve_sampling
 from spd.conversation.settings import REQUEST_ID
@@ -128,12 +128,12 @@ class LocalSocket:
             service.settings, sampling=sampling, grammar=grammar, think=message["think"]
         )
         vocabulary = settings.vocabulary
-        request, inside_thinking = settings.prepare(REQUEST_ID, Prompt(**message["prompt"]))
+        request, inside_thinking = settings.prepare_request(REQUEST_ID, Prompt(**message["prompt"]))
         return {
             "request": dataclasses.asdict(request),
             "inside_thinking": inside_thinking,
             "marks": dataclasses.asdict(vocabulary.marks),
-            "notes": notes_before(self._solo_info, settings.think, vocabulary, request),
+            "notes": notes_before_run(self._solo_info, settings.think, vocabulary, request),
             "parameters": sampling.describe(),
         }
 

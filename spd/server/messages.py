@@ -26,7 +26,7 @@ from spd.conversation.tool_choice import (
     function_name,
     function_tool,
     past_arguments,
-    response_format,
+    response_format_grammar,
 )
 from spd.server.api_request import (
     SPECULATIVE,
@@ -135,7 +135,7 @@ def read_messages(value: Json, settings: Settings) -> Generation:
         tools=tuple(function_tool(tool) for tool in body.get("tools", ())),
         tool_choice={"any": "required", "tool": choice}.get(kind, kind),
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
-        response_format=response_format(output.get("format", {"type": "text"})),
+        response_format=response_format_grammar(output.get("format", {"type": "text"})),
         reasoning_effort=output.get("effort", "medium") if thinks else "none",
         continue_final_message=continues,
         thinking_budget=thinking.get("budget_tokens") if thinks and can_end else None,
@@ -216,7 +216,7 @@ class MessagesReply(Reply):
     def _stop_fields(self) -> dict[str, str | None]:
         """Return the reason why the reply ended."""
         choice = self._choices[0]
-        stop = choice.stop if choice.finish_reason == "stop" else None
+        stop = choice.stop_string if choice.finish_reason == "stop" else None
         reason = "stop_sequence" if stop is not None else "tool_use" if choice.calls else "end_turn"
         return {
             "stop_reason": "max_tokens" if choice.finish_reason == "length" else reason,

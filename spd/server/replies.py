@@ -195,7 +195,7 @@ class Reply:
         self._reply_tokens += len(event.token_ids)
         grown = self._choices[index].add_event(event)
         self._assign_logprobs(event, grown)
-        if malformed := len(self._choices[index].malformed_calls):
+        if malformed := len(self._choices[index].malformed_call_notes):
             self._service.counters["malformed_calls_total"] += malformed
         return self._choices[index], event, grown
 

@@ -25,7 +25,7 @@ from spd.conversation.tool_choice import (
     FUNCTION_FIELDS,
     function_tool,
     past_arguments,
-    response_format,
+    response_format_grammar,
 )
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
 from spd.server.api_request import (
@@ -172,7 +172,9 @@ def read_response(value: Json, settings: Settings) -> Generation:
         tools=tuple(tool for tool, _, _ in _flattened_tools(body.get("tools", ()))),
         tool_choice=body.get("tool_choice", "auto"),
         parallel_tool_calls=body.get("parallel_tool_calls", True),
-        response_format=response_format(body.get("text", {}).get("format", {"type": "text"})),
+        response_format=response_format_grammar(
+            body.get("text", {}).get("format", {"type": "text"})
+        ),
         reasoning_effort=body.get("reasoning", {}).get("effort"),
         continue_final_message=False,  # the API cannot begin a reply
     )

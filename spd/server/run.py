@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from spd.conversation.tools.call_check import UNKNOWN_FORM, checked_form
+from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE, checked_form
 from spd.conversation.tools.call_forms import FALLBACK_FORM
 from spd.errors import UsageError
 from spd.runtime.engine.driver import EngineThread
@@ -100,7 +100,7 @@ def run(
             and template.supports_tools
             and checked_form(template) is FALLBACK_FORM
         ):
-            report(f"note: {UNKNOWN_FORM}")
+            report(f"note: {UNKNOWN_FORM_NOTE}")
         local_socket = LocalSocket(
             service=service, solo_plan=solo_plan, identity=engine_identity, url=url, path=path
         )

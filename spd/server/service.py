@@ -97,7 +97,9 @@ class Service:
                 429, message, code="rate_limit_exceeded", retry=1 + self.open_requests // self.slots
             )
 
-    def prepare(self, generation: Generation) -> tuple[Generation, list[PreparedRequest]]:
+    def prepare_generation(
+        self, generation: Generation
+    ) -> tuple[Generation, list[PreparedRequest]]:
         """Return a generation and its requests, with a note where no grammar can constrain its
         calls.
 
@@ -126,14 +128,17 @@ class Service:
     def _prepared(
         self, generation: Generation, grammar: GrammarSpec | None
     ) -> list[PreparedRequest]:
-        """Return the requests of a generation, with its grammar. Raises what `prepare` raises."""
+        """Return the requests of a generation, with its grammar.
+
+        Raises what `prepare_generation` raises.
+        """
         prepared: list[PreparedRequest] = []
         settings = self.settings
         if generation.thinking_budget is not None:
             settings = dataclasses.replace(settings, think=str(generation.thinking_budget))
         params = generation.params
         for prompt in generation.prompts:
-            request, inside_thinking = settings.prepare("", prompt, params, grammar)
+            request, inside_thinking = settings.prepare_request("", prompt, params, grammar)
             for choice in range(generation.request.n):
                 seed = derived_seed(params.seed, choice) if choice else params.seed
                 choice_request = dataclasses.replace(

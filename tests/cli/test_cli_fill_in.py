@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from spd.conversation.fill_in import FORMS, FillInForm
+from spd.conversation.fill_in import FILL_IN_FORMS, FillInForm
 from spd.conversation.prompt import Prompt, encode_prompt
 from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError
@@ -38,7 +38,7 @@ def vocabulary_with(folder: Path, marks: tuple[str | None, ...]) -> Vocabulary:
     return Vocabulary(ModelFolder(demo_folder()).config, ours.Tokenizer.open(folder), None, "x")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.prefix)
+@pytest.mark.parametrize("form", FILL_IN_FORMS, ids=lambda form: form.prefix)
 def test_a_suffix_stands_where_the_form_has_it(tmp_path: Path, form: FillInForm) -> None:
     vocabulary = vocabulary_with(tmp_path, (form.prefix, form.suffix, form.middle))
     ids = encode_prompt(Prompt(text="ab", suffix="cd"), vocabulary, 100)

@@ -93,7 +93,7 @@ def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -
         with redirect_stderr(terminal):
             ticker = Ticker(Console())
             for done in (0, 1024):
-                ticker.count("reading the prompt", done, 4096, "{:,} tok".format)
+                ticker.show_progress("reading the prompt", done, 4096, "{:,} tok".format)
         assert terminal.getvalue() == f"\rreading the prompt 25% [#{bar}] 0:30 left{facts}"
         assert len(terminal.getvalue()) <= columns
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from spd.conversation.thinking import UNANSWERED
+from spd.conversation.thinking import UNANSWERED_NOTE
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.runtime.engine.request import ThinkingBudget
 from tests.cli.cli_processes import run_on_terminal, slow_program, start
@@ -170,7 +170,7 @@ def test_a_chat_says_that_only_thinking_came(spd_run: Callable, model: Path, scr
         script.pieces = pieces
         script.finish = finish
         ran = spd_run("chat", model, "--no-save", stdin=b"Hi\n")
-        assert (UNANSWERED in ran.err) == noted, (pieces, ran)
+        assert (UNANSWERED_NOTE in ran.err) == noted, (pieces, ran)
 
 
 CHUNKS = TEMPLATE.replace(

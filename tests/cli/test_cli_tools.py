@@ -18,7 +18,7 @@ import pytest
 from spd.cli.chat import tools
 from spd.cli.chat.tools import ChatTools, ask_consent, run_tool_command
 from spd.cli.signals import SignalGuard
-from spd.conversation.tools.call_check import UNKNOWN_FORM
+from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE
 from spd.conversation.vocabulary import open_vocabulary
 from spd.errors import IncompatibleError, UsageError
 from spd.formats.folder import ModelFolder
@@ -43,7 +43,7 @@ def make_call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-@pytest.mark.parametrize(("mark", "notes"), [("<tool_call>", []), ("<call>", [UNKNOWN_FORM])])
+@pytest.mark.parametrize(("mark", "notes"), [("<tool_call>", []), ("<call>", [UNKNOWN_FORM_NOTE])])
 def test_a_form_of_calls_that_is_not_known_is_noted(model: Path, mark: str, notes: list) -> None:
     file = model / "tools.json"
     file.write_text(json.dumps([SHOW]))

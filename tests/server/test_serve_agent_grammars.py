@@ -79,9 +79,9 @@ def test_calls_that_may_come_are_held_where_a_grammar_can(served, monkeypatch) -
             )
             if is_constrained is None:
                 with pytest.raises(UsageError, match="cannot be used"):
-                    served.service.prepare(generation)
+                    served.service.prepare_generation(generation)
                 continue
-            prepared, ((request, inside),) = served.service.prepare(generation)
+            prepared, ((request, inside),) = served.service.prepare_generation(generation)
         assert bool(prepared.notes) == (is_constrained is False)
         grammar = request.grammar and dataclasses.replace(request.grammar, thinking=None)
         assert inside and grammar == (generation.tools.grammar if is_constrained else None)

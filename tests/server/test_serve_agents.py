@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spd.conversation.tools.call_check import UNKNOWN_FORM
+from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE
 from spd.server import replies
 from spd.server.api_request import without_lines
 from spd.server.app import CHANGING_LINE
@@ -178,7 +178,7 @@ UNKNOWN = TEMPLATE.replace(
 @pytest.mark.parametrize(
     ("text", "template", "choice", "expected"),
     [
-        ("Well", UNKNOWN, "auto", [UNKNOWN_FORM]),
+        ("Well", UNKNOWN, "auto", [UNKNOWN_FORM_NOTE]),
         (TWO_CALLS, UNKNOWN, "auto", []),
         ("{}", UNKNOWN, "required", []),
         ("Well", UNKNOWN, "none", []),

@@ -36,7 +36,7 @@ def alone() -> Any:
     def say(content: str, **params: Any) -> str:
         prompt = Prompt(messages=({"role": "user", "content": content},), variables={})
         sampling = SamplingParams(**{"temperature": 0.7, **params})
-        request, _ = settings.prepare("x", prompt, sampling)
+        request, _ = settings.prepare_request("x", prompt, sampling)
         return engine.generate([request])[0].text
 
     yield say
@@ -411,14 +411,14 @@ def test_many_prompts_at_once_take_few_threads(
     prompt.
     """
     thread_ids = set[int]()
-    prepare = small.service.prepare
+    prepare = small.service.prepare_generation
 
     def slowly(generation: Any) -> Any:
         thread_ids.add(threading.get_ident())
         time.sleep(0.1)  # so that all the others come meanwhile
         return prepare(generation)
 
-    monkeypatch.setattr(small.service, "prepare", slowly)
+    monkeypatch.setattr(small.service, "prepare_generation", slowly)
     body = {"messages": MESSAGES, "max_tokens": 1}
     with ThreadPoolExecutor(SLOTS + 2) as pool:
         assert all(pool.map(lambda _: small.ask(CHAT, body, KEY), range(SLOTS + 2)))

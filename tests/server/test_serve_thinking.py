@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from spd.conversation.reply import ReplyBuilder
-from spd.conversation.thinking import UNANSWERED
+from spd.conversation.thinking import UNANSWERED_NOTE
 from spd.conversation.tools.call_forms import FORMS
 from spd.conversation.tools.call_grammar import Tools
 from spd.formats.thinking import ThinkingMarks, find_thinking_marks
@@ -228,7 +228,13 @@ def collect_reply(choice: ReplyBuilder, reply_events: Iterator[Event]) -> Collec
             _, _, before = streamed.get(part.index, ("", "", ""))
             streamed[part.index] = (part.kind, part.name, before + text)
     complete: Parts = [(part.kind, part.name, part.text) for part in choice.parts]
-    return [*streamed.values()], complete, choice.reasoning_tokens, choice.stop, choice.notes_field
+    return (
+        [*streamed.values()],
+        complete,
+        choice.reasoning_tokens,
+        choice.stop_string,
+        choice.notes_field,
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -362,7 +368,7 @@ def test_a_call_that_ends_thinking_counts(text, inside, reason, called, noted, t
         )
         assert streamed == complete and bool(choice.calls) == called
         assert {part.text for part in choice.calls} <= {'{"n": 1}'}
-        assert notes == ({"notes": [UNANSWERED]} if noted else {})
+        assert notes == ({"notes": [UNANSWERED_NOTE]} if noted else {})
 
 
 @pytest.mark.parametrize(

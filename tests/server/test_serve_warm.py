@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from spd.conversation.tools.call_check import UNKNOWN_FORM
+from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
 from spd.server.run import listen
@@ -350,4 +350,4 @@ def test_a_form_of_calls_that_is_not_known_is_noted(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=30)
     lines = stderr.splitlines()
     assert process.returncode == 0 and lines[0].startswith("serving ")
-    assert lines[1] == f"note: {UNKNOWN_FORM}" and stderr.count(UNKNOWN_FORM) == 1
+    assert lines[1] == f"note: {UNKNOWN_FORM_NOTE}" and stderr.count(UNKNOWN_FORM_NOTE) == 1

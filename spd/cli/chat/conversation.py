@@ -31,7 +31,7 @@ from spd.conversation.fields import (
     open_object,
 )
 from spd.conversation.messages import check_messages, check_text
-from spd.conversation.thinking import past_reply
+from spd.conversation.thinking import past_reply_message
 from spd.conversation.vocabulary import Vocabulary
 from spd.errors import IncompatibleError, NotFoundError, ResourceError, UsageError
 from spd.formats.chat_template import RenderedChat, encode_rendered, render_chat
@@ -158,7 +158,7 @@ class ChatEncoder:
                 self._encoded_prompts[key] = self._continue_prompt(prompt, earlier_turns, rendered)
             prompt = prompts[key] = self._encoded_prompts[key]
             inside_thinking = opens_thinking(prompt.text, self._vocabulary.marks)
-            replies.append(past_reply(turn.reply or "", inside_thinking, self._vocabulary))
+            replies.append(past_reply_message(turn.reply or "", inside_thinking, self._vocabulary))
         self._encoded_prompts = prompts
         assert prompt is not None
         return prompt

@@ -29,7 +29,7 @@ from spd.cli.terminal.plain_text import as_line, shorten
 from spd.cli.terminal.sink import OutputClosed, Sink, to_json
 from spd.cli.terminal.streams import terminal_size
 from spd.conversation.messages import check_text
-from spd.conversation.thinking import UNANSWERED, thinking_budget
+from spd.conversation.thinking import UNANSWERED_NOTE, thinking_budget
 from spd.conversation.thinking_splitter import ThinkingSplitter, split_thinking
 from spd.errors import EngineError, IncompatibleError, NotFoundError, SpdError, UsageError
 from spd.formats.demo import DEMOS
@@ -245,7 +245,7 @@ class Chat:
         if turn.finish == "length" and self.is_interactive:
             self.print_line(f"stopped at {len(turn.reply_ids):,} tokens; /more continues")
         if turn.finish == "stop" and self._has_only_thinking(extended):
-            self.print_line(UNANSWERED)
+            self.print_line(UNANSWERED_NOTE)
         return True
 
     def _has_only_thinking(self, conversation: Conversation) -> bool:
@@ -414,7 +414,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
         marks = model.settings.vocabulary.marks
         splitter = ThinkingSplitter(opens_thinking(encoded.text, marks), marks)
         splitter.feed(turn.reply or "")
-        request = _make_reply_request(model, conversation, splitter.thinking)
+        request = _make_reply_request(model, conversation, splitter.is_thinking)
         view = _make_reply_view(chat, splitter)
         model.thread.engine().prefilling = view.report_prefill
         model.reply_info = model.info

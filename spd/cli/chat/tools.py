@@ -34,8 +34,8 @@ from spd.conversation.fields import (
     TEXT,
     FieldError,
     array_of,
+    object_of,
     refuse,
-    strict_object,
 )
 from spd.conversation.messages import for_template
 from spd.conversation.reply import ReplyBuilder
@@ -45,7 +45,7 @@ from spd.conversation.tool_choice import (
     past_arguments,
     read_tools,
 )
-from spd.conversation.tools.call_check import UNKNOWN_FORM, checked_form
+from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE, checked_form
 from spd.conversation.tools.call_forms import FALLBACK_FORM
 from spd.conversation.tools.schema_arguments import Arguments
 from spd.conversation.vocabulary import Vocabulary
@@ -74,7 +74,7 @@ _TOOL_FIELDS = {
     "parameters": OBJECT,
     "command": array_of(TEXT, 256),
 }
-_parse_tools = array_of(strict_object(_TOOL_FIELDS, "name", "command"), 128)
+_parse_tools = array_of(object_of(_TOOL_FIELDS, "name", "command"), 128)
 
 
 class ChatTools:
@@ -88,7 +88,7 @@ class ChatTools:
         template = vocabulary.need_template()
         self._template = template.tools_template
         self._tokenizer = vocabulary.need_tokenizer()
-        self.notes = [UNKNOWN_FORM] if checked_form(template) is FALLBACK_FORM else []
+        self.notes = [UNKNOWN_FORM_NOTE] if checked_form(template) is FALLBACK_FORM else []
         """Notes about the tools that the user may not expect."""
         self._marks = vocabulary.marks
         if not template.supports_tools:

@@ -198,7 +198,7 @@ def bench(session: Session, options: BenchOptions) -> None:
     sweep.watch = lambda ended: session.guard.raise_if_received()
     try:
         with ticking(session.console) as ticker:
-            sweep.report = partial(ticker.count, amount="{:,} passes".format)
+            sweep.report = partial(ticker.show_progress, amount="{:,} passes".format)
             sweep.run()
     except Interrupted:
         _write_results(options, bench_result(options, sweep, model_names, interrupted=True), sink)

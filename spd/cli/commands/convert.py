@@ -71,7 +71,9 @@ def _write_head(session: Session, plan: HeadPlan, destination: Path) -> list[str
     with Ticker(session.console) as ticker, open_stage(destination) as stage:
         tensors = output_tensors(plan.checkpoint, [*plan.tensors, *own_tables])
         write_tensors(
-            stage / WEIGHTS_FILE, tensors, partial(ticker.count, "writing", amount=format_size)
+            stage / WEIGHTS_FILE,
+            tensors,
+            partial(ticker.show_progress, "writing", amount=format_size),
         )
         plan.checkpoint.check_unchanged()
         config = make_head_config(
@@ -163,7 +165,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         }
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:
-                report = partial(ticker.count, "writing", amount=format_size)
+                report = partial(ticker.show_progress, "writing", amount=format_size)
                 write_tensors(stage / WEIGHTS_FILE, output_tensors, report)
                 checkpoint.check_unchanged()
                 write_json(stage / CONFIG_FILE, config)

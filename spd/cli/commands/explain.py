@@ -11,7 +11,7 @@ from spd.cli.options import JsonOptions, argument, output_option
 from spd.cli.plot import PLOT_HELP, check_plot, plot_explanation
 from spd.cli.terminal.bars import NARROW_COLUMNS, Bar, BarGlyphs, bar_lines
 from spd.cli.terminal.console import Session
-from spd.cli.terminal.plain_text import WIDTH
+from spd.cli.terminal.plain_text import PARAGRAPH_COLUMNS
 from spd.cli.terminal.sink import Sink
 from spd.cli.terminal.streams import columns_of
 from spd.cli.terminal.tables import table_lines
@@ -55,7 +55,7 @@ def explain(session: Session, options: ExplainOptions) -> None:
         fix = ["spd explain each by itself, with one of plain decoding beside it"]
         raise IncompatibleError(message, reason=sorted(models | drafting_methods), fix=fix)
     explanation = explain_traces(traces)
-    columns = columns_of(sys.stdout) or WIDTH
+    columns = columns_of(sys.stdout) or PARAGRAPH_COLUMNS
     lines = explanation_lines(explanation, columns, sink.glyphs())
     sink.write_result(options.json, explanation.as_dict(), lines)
     if options.plot is not None:
@@ -121,5 +121,7 @@ def explanation_lines(
         lines += ["", title, *bar_lines(bars, columns, glyphs, axis=1.0), ""]
     return [
         *lines,
-        *textwrap.wrap(summarize(explanation), min(WIDTH, columns - 1), break_on_hyphens=False),
+        *textwrap.wrap(
+            summarize(explanation), min(PARAGRAPH_COLUMNS, columns - 1), break_on_hyphens=False
+        ),
     ]

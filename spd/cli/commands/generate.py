@@ -61,7 +61,7 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
     settings = plan_settings(options)
     prompt = read_prompt(options, settings.context)
     with suggest_cut(options, prompt, settings.context, lambda: settings.vocabulary.tokenizer):
-        request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
+        request, inside_thinking = settings.prepare_request(REQUEST_ID, prompt)
     if options.dry_run:
         text = render_prompt(prompt, settings.vocabulary, request.prompt_ids)
         _write_prompt(
@@ -77,7 +77,7 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
     if engine.plan.shape.ctx != settings.context:  # memory may allow less than the model does
         settings = dataclasses.replace(settings, context=engine.plan.shape.ctx)
         with suggest_cut(options, prompt, settings.context, lambda: engine.tokenizer):
-            request, inside_thinking = settings.prepare(REQUEST_ID, prompt)
+            request, inside_thinking = settings.prepare_request(REQUEST_ID, prompt)
     print_run_notes(session.console, settings, engine, request)
     marks = settings.vocabulary.marks
     run = GenerateRun(
@@ -107,7 +107,7 @@ def _generate_served(
     sampling = requested_sampling(options)
     prompt = read_prompt(options, engine.info.ctx)
     with suggest_cut(options, prompt, engine.info.ctx, lambda: engine.tokenizer):
-        served = engine.prepare(prompt, sampling, read_grammar(options), options.think)
+        served = engine.prepare_request(prompt, sampling, read_grammar(options), options.think)
     print_notes(session.console, served.notes, engine, served.parameters)
     run = GenerateRun(
         session=session,

@@ -27,13 +27,13 @@ from spd.conversation.fields import (
     FieldError,
     any_value,
     integer,
-    strict_object,
+    object_of,
 )
 from spd.conversation.messages import check_messages, check_text
 from spd.conversation.prompt import Prompt
-from spd.conversation.sampling_fields import IDS, SAMPLING_FIELDS
+from spd.conversation.sampling_fields import SAMPLING_FIELDS, TOKEN_IDS
 from spd.conversation.settings import PreparedRequest, Settings
-from spd.conversation.token_ids import check_ids
+from spd.conversation.token_ids import check_token_ids
 from spd.errors import EngineError, PartialError, SpdError, UsageError
 from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
 from spd.runtime.engine.clock import now
@@ -53,7 +53,7 @@ BLANKS = "\ufeff \t\r".encode()
 GRAMMAR_KINDS: dict[str, Literal["schema", "regex", "lark"]]
 GRAMMAR_KINDS = {"schema": "schema", "regex": "regex", "grammar": "lark"}
 """Parameters of a line that constrain the reply, and the engine's kind of grammar."""
-parse_parameters = strict_object(
+parse_parameters = object_of(
     {
         **SAMPLING_FIELDS,
         "logprobs": integer(0, MAX_LOGPROBS),
@@ -62,8 +62,14 @@ parse_parameters = strict_object(
         "grammar": TEXT,
     }
 )
-parse_line_fields = strict_object(
-    {"id": any_value, "prompt": TEXT, "messages": any_value, "prompt_ids": IDS, "system": TEXT}
+parse_line_fields = object_of(
+    {
+        "id": any_value,
+        "prompt": TEXT,
+        "messages": any_value,
+        "prompt_ids": TOKEN_IDS,
+        "system": TEXT,
+    }
     | {"params": parse_parameters}
 )
 
@@ -208,8 +214,8 @@ def prepare_line_request(
     values.setdefault("seed", derived_seed(settings.sampling.params.seed, line.number))
     params = settings.params_with(**values)
     prompt = _line_prompt(value, shared, raw)
-    check_ids(prompt.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
-    return settings.prepare(str(line.number), prompt, params, grammar)
+    check_token_ids(prompt.ids or (), settings.vocabulary.config.vocab_size, "prompt_ids")
+    return settings.prepare_request(str(line.number), prompt, params, grammar)
 
 
 def _line_prompt(line: Mapping[str, Any], shared: Prompt, raw: bool) -> Prompt:
@@ -340,7 +346,7 @@ class LineBatch:
                 with guard.defer_signals():
                     self._write_answers()
                 guard.raise_if_received()
-                ticker.count(
+                ticker.show_progress(
                     "answering", self.num_done - num_before, len(lines), "{:,} lines".format
                 )
 

@@ -25,8 +25,8 @@ _PARTIAL_MARK = re.compile(r"(?:^|\n)[-=*+_#>|`~:.)\d \t]*\Z")
 """Matches a last line that may still become the mark of a list, a heading, a fence or a table."""
 _GLYPH_JOINERS = re.compile("\ufe0f|(?<=[\U0001f000-\U0001faff\ufe0f])\u200d")
 """Matches characters that join emoji into one, whose width differs between terminals."""
-_STYLE = r"\x1b\[[0-9;]*m"
-_TRAILING_BLANKS = re.compile(rf"(?: |{_STYLE})+$")
+_STYLE_PATTERN = r"\x1b\[[0-9;]*m"
+_TRAILING_BLANKS = re.compile(rf"(?: |{_STYLE_PATTERN})+$")
 DRAWING_SHARE = 0.2
 """The share of the time that drawing may take."""
 CODE_INDENT = 4
@@ -37,11 +37,12 @@ _INDENT = re.compile("^ +", re.MULTILINE)
 
 
 def keep_indentation(state: StateCore) -> None:
-    """Keep leading blanks of lines; runs after the parser's block pass and before its inline pass.
+    """Change `state.tokens` so that leading blanks of lines are kept.
 
-    Small models often leave a fence out. A paragraph with a line that is indented like code becomes
-    a code block; in other paragraphs leading blanks become `BLANK_PLACEHOLDER`. An indented code
-    block gets the blanks back that the parser removed.
+    A rule that runs after the parser's block pass and before its inline pass. Small models often
+    leave a fence out. A paragraph with a line that is indented like code becomes a code block; in
+    other paragraphs leading blanks become `BLANK_PLACEHOLDER`. An indented code block gets the
+    blanks back that the parser removed.
     """
     lines = state.src.split("\n")
     tokens: list[Token] = []
@@ -82,6 +83,7 @@ class _MarkedHeading(Heading):
     """A left-aligned heading with its # marks, because it may really be a comment in code."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the heading's text behind its marks."""
         yield Text(f"{'#' * int(self.tag[1:])} ").append_text(self.text)
 
 
@@ -92,6 +94,7 @@ class _UnwrappedCode(CodeBlock):
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the highlighted code; in a list item its long lines are folded."""
         code = str(self.text).rstrip("\n")
         text = Syntax(
             code, self.lexer_name, theme="ansi_dark", background_color="default"
@@ -133,27 +136,28 @@ class MarkdownStream:
         self._next_draw_time = 0.0
 
     def feed(self, text: str) -> str:
-        """Add text and return what to write.
+        """Add text and return what to write to the terminal.
 
-        Empty while drawing would exceed its share of the time.
+        It is empty while drawing would exceed its share of the time. A last line that may become a
+        mark waits for more text.
         """
         self._pending_text = _GLYPH_JOINERS.sub("", self._pending_text + text.expandtabs(4))
         draw_start = time.perf_counter()
         if draw_start < self._next_draw_time:
             return ""
         undecided = _PARTIAL_MARK.search(self._pending_text)
-        output = self._draw_all(undecided.start() if undecided else len(self._pending_text))
+        output = self._draw_blocks(undecided.start() if undecided else len(self._pending_text))
         self._next_draw_time = draw_start + (time.perf_counter() - draw_start) / DRAWING_SHARE
         return output
 
     def finish(self) -> str:
         """Return what to write at the end; it leaves the cursor at the beginning of a row."""
-        return self._draw_all(len(self._pending_text)) + "\n" * self._has_output
+        return self._draw_blocks(len(self._pending_text)) + "\n" * self._has_output
 
-    def _draw_all(self, decided_length: int) -> str:
-        """Return what draws the blocks of the first `decided_length` characters.
+    def _draw_blocks(self, decided_length: int) -> str:
+        """Return what draws the blocks of the first `decided_length` pending characters.
 
-        Keep the last block.
+        Then only the text from the last block on is pending.
         """
         lines = self._pending_text[:decided_length].split("\n")
         tokens = self._parser.parse("\n".join(lines))
@@ -165,15 +169,15 @@ class MarkdownStream:
         output = ""
         block_start = 0
         for block_end in starts[1:]:
-            output += self._draw("\n".join(lines[block_start:block_end]))
+            output += self._draw_block("\n".join(lines[block_start:block_end]))
             self._drawn_rows = []
             block_start = block_end
         last = "\n".join(lines[block_start:])
         self._pending_text = last + self._pending_text[decided_length:]
-        return output + self._draw(last)
+        return output + self._draw_block(last)
 
-    def _draw(self, block: str) -> str:
-        """Return output that redraws the changed rows of a block that are on the screen."""
+    def _draw_block(self, block: str) -> str:
+        """Return output that draws a block, or redraws its changed rows that are on the screen."""
         size = self._size()
         rows = self._render_rows(block, size.columns)
         old_rows = self._drawn_rows
@@ -228,4 +232,4 @@ class MarkdownStream:
 
 def _row_height(row: str, columns: int) -> int:
     """Return how many terminal rows a row takes."""
-    return max(1, -(-cell_len(re.sub(_STYLE, "", row)) // columns))
+    return max(1, -(-cell_len(re.sub(_STYLE_PATTERN, "", row)) // columns))

@@ -32,7 +32,8 @@ def shorten(text: str, size: int) -> str:
     return line if len(line) <= size else line[: size - 1] + "…"
 
 
-WIDTH = 80
+PARAGRAPH_COLUMNS = 80
+"""The greatest width of a paragraph."""
 
 LABEL_COLUMNS = 16
 """The least width of the column of names."""

@@ -16,12 +16,14 @@ from spd.runtime.plan.config import format_size
 if TYPE_CHECKING:
     from spd.runtime import LoadProgress
 
-DELAY = 0.5
+BAR_DELAY_SECONDS = 0.5
 """Seconds of work before a bar is drawn."""
 
-INTERVAL = 0.2
+WRITE_INTERVAL_SECONDS = 0.2
+"""The least time between two texts of a ticker."""
 
 BAR_WIDTH = 20
+"""The most characters of a bar."""
 
 PHASE_LABELS = {"read": "reading weights", "pack": "packing weights", "download": "downloading"}
 
@@ -41,12 +43,14 @@ class Ticker(AbstractContextManager["Ticker"]):
         self._task_first = 0
 
     def __exit__(self, *_: object) -> None:
+        """Clear the line."""
         self.write("")
 
-    def count(self, task: str, done: int, total: int, amount: Callable[[int], str]) -> None:
-        """Show how much of a task is done, as far as the row has room.
+    def show_progress(self, task: str, done: int, total: int, amount: Callable[[int], str]) -> None:
+        """Show how much of a task is done, as far as the row has room; clear the line at its end.
 
-        For example `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`.
+        For example `reading 40% [##..] 0:03 left · 8 tok of 20 tok · 4 tok/s`. Nothing is shown
+        before `BAR_DELAY_SECONDS`. amount: formats a number of what is counted.
         """
         now = time.perf_counter()
         if task != self._task:
@@ -54,7 +58,7 @@ class Ticker(AbstractContextManager["Ticker"]):
             self._task_start = now
             self._task_first = done
         elapsed = now - self._task_start
-        if elapsed < DELAY or done <= self._task_first:
+        if elapsed < BAR_DELAY_SECONDS or done <= self._task_first:
             return
         if done >= total:
             self.write("")
@@ -71,11 +75,11 @@ class Ticker(AbstractContextManager["Ticker"]):
         self.write(f"{label} {bar}{text}")
 
     def write(self, text: str) -> None:
-        """Replace the line by a text; an empty text clears it."""
+        """Replace the line by a text, unless another came just before; an empty text clears it."""
         now = time.perf_counter()
         if (
             not self._is_enabled
-            or now - self._last_write < INTERVAL * bool(text)
+            or now - self._last_write < WRITE_INTERVAL_SECONDS * bool(text)
             or not (text or self._width)
         ):
             return
@@ -124,7 +128,7 @@ def loading(text: str, console: Console) -> Iterator[Callable[[LoadProgress], No
     """
     with ticking(console) as ticker:
         ticker.write(f"{text} …")
-        yield lambda progress: ticker.count(
+        yield lambda progress: ticker.show_progress(
             PHASE_LABELS[progress.phase], progress.done, progress.total, format_size
         )
 

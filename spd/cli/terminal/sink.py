@@ -20,7 +20,8 @@ from spd.formats.files import open_output
 if TYPE_CHECKING:
     from spd.cli.terminal.bars import BarGlyphs
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing for which freeing space is the fix."""
 
 
 class OutputClosed(Exception):
@@ -52,9 +53,9 @@ def _replace_non_finite(value: object) -> object:
 class Sink:
     """The output of a command: every write reaches the file descriptor before it returns.
 
-    The first write, or `open` before it, locks a file and, unless `append`, empties it. Raises
-    OutputClosed when a pipe's reader has closed it and ResourceError when nothing can be written;
-    a new file that stayed empty is removed.
+    target: a descriptor or a file. The first write, or `open` before it, locks a file and, unless
+    `append`, empties it. Raises OutputClosed when a pipe's reader has closed it and ResourceError
+    when nothing can be written; a new file that stayed empty is removed.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class Sink:
 
     @classmethod
     def stdout(cls) -> Sink:
-        """Return the sink of standard output: UTF-8 unless it is a terminal of another encoding."""
+        """Return the sink of standard output: UTF-8 unless it is a terminal of another encoding.
+
+        Raises ResourceError if standard output is closed.
+        """
         stream = sys.stdout
         if stream is None or stream.closed:
             raise ResourceError("standard output is closed", fix=["-o FILE"], code="stdout_closed")
@@ -85,8 +89,8 @@ class Sink:
     def open(self) -> int:
         """Return the descriptor; the first call opens, locks and, unless `append`, empties a file.
 
-        Raises UsageError where it cannot be opened or another process has the lock, ResourceError
-        where the disk is full.
+        Raises UsageError where it cannot be was_opened or another process has the lock,
+        ResourceError where the disk is full.
         """
         if self._descriptor is None:
             assert self._path is not None
@@ -104,7 +108,7 @@ class Sink:
             self._descriptor = None
 
     def write(self, text: str) -> None:
-        """Write a reply unchanged; on a terminal its control characters are escaped."""
+        """Write text unchanged; on a terminal its control characters are escaped."""
         self.write_styled(escape_controls(text, CONTROL) if self.is_terminal else text)
 
     def write_lines(self, lines: Iterable[str]) -> None:
@@ -117,7 +121,7 @@ class Sink:
     ) -> None:
         """Write a result as one JSON object, or as `lines` for people.
 
-        Without `lines`, as its fields.
+        Without these, its fields.
         """
         if as_json:
             self.write(to_json(result) + "\n")
@@ -157,10 +161,11 @@ class Sink:
                 raise OutputClosed from error
             if self._path is not None and self._is_new_file and not os.fstat(descriptor).st_size:
                 self._path.unlink(missing_ok=True)
-            raise output_error(self._path or "standard output", error, opened=True) from error
+            raise output_error(self._path or "standard output", error, was_opened=True) from error
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes to a descriptor, and wait where it takes none. Raises OSError."""
     view = memoryview(data)
     while view:
         try:
@@ -170,9 +175,9 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError early for a file that could not be written after minutes of work.
+    """Raise an error early for a file that could not be written after minutes of work.
 
-    Leave no file.
+    Opens it to try, and removes it if it was not there. Raises UsageError or ResourceError.
     """
     try:
         is_new = not os.path.lexists(path)
@@ -184,7 +189,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise UsageError early for a folder that holds files or that cannot be read."""
+    """Raise UsageError early for a link, or a folder that holds files or cannot be read."""
     try:
         with suppress(FileNotFoundError):
             if path.is_symlink() or any(path.iterdir()):
@@ -193,10 +198,10 @@ def check_new_folder(path: Path) -> None:
         raise output_error(path, error) from None
 
 
-def output_error(path: Path | str, error: OSError, *, opened: bool = False) -> SpdError:
-    """Return the error for a file that cannot be opened, or was `opened` but not written."""
+def output_error(path: Path | str, error: OSError, *, was_opened: bool = False) -> SpdError:
+    """Return the error for a file that cannot be opened, or was `was_opened` but not written."""
     message = f"cannot write to {path}: {error.strerror}"
-    if opened or error.errno in DISK_FULL:
+    if was_opened or error.errno in DISK_FULL_ERRNOS:
         fix = f"{free_space_hint(error)}name another file"
         return ResourceError(message, fix=[fix], code="write_failed")
     return UsageError(message, fix=["name a file in a folder you can write to"])
@@ -204,4 +209,4 @@ def output_error(path: Path | str, error: OSError, *, opened: bool = False) -> S
 
 def free_space_hint(error: OSError) -> str:
     """Return the beginning of a fix that frees space if the disk is full, else nothing."""
-    return "free some space, or " if error.errno in DISK_FULL else ""
+    return "free some space, or " if error.errno in DISK_FULL_ERRNOS else ""

@@ -12,6 +12,7 @@ class Size(int):
     """A size in bytes: a number in JSON, and with a suitable unit in text."""
 
     def __str__(self) -> str:
+        """Return the size with its unit."""
         return format_size(int(self))
 
 

@@ -16,9 +16,11 @@ from spd.conversation.channels import (
 )
 
 NAME = r"([\w.-]+)"
+"""A pattern of a function's name, as a group."""
 NUMBER = "#"
 """Stands for a call's number or id in the text of a form."""
 QUOTE = '<|"|>'
+"""The mark around a text in Gemma's form."""
 WORD = r"[\w$.-]+"
 """A pattern of a key without quotes."""
 _EDGE = r"""[^\s:,{}\[\]"'<>]"""
@@ -244,7 +246,7 @@ FALLBACK_FORM = HERMES._replace()
 
 
 def call_form(template: str) -> Form:
-    """Return the form of a model's calls, by the text of its chat template."""
+    """Return the first form whose signs are in the text of a chat template, else the fallback."""
     for form in FORMS.values():
         if all(sign in template for sign in form.template_signs or (form.opening,)):
             return form

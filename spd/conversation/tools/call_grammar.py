@@ -22,8 +22,8 @@ Schemas = Mapping[str, JsonObject]
 """JSON schemas of functions' arguments, by name."""
 MAX_CALLS = 8
 """Calls in one reply that a grammar allows."""
-TEXT = "TEXT: /(.|\\n)*/"
-CACHED_GRAMMARS = 16
+TEXT_RULE = "TEXT: /(.|\\n)*/"
+MAX_CACHED_GRAMMARS = 16
 """Grammars that are cached for later requests with the same tools."""
 
 
@@ -33,8 +33,8 @@ class Tools:
 
     A grammar constrains calls to their schemas: required calls from the reply's beginning, others
     from the form's opening mark on. For a mark of several tokens the grammar begins with the reply;
-    for messages and for calls without a mark it does so only if `strict`. tokens: the ids of marks
-    that are special tokens.
+    for messages and for calls without a mark it does so only if `strict`. parallel: several calls
+    may stand in one reply. tokens: the ids of marks that are special tokens.
     """
 
     functions: Schemas
@@ -93,7 +93,7 @@ class _ToolsByKey:
     tools: Tools = field(compare=False)
 
 
-@lru_cache(CACHED_GRAMMARS)
+@lru_cache(MAX_CACHED_GRAMMARS)
 def _cached_grammar(keyed: _ToolsByKey) -> GrammarSpec:
     """Return the grammar of tools, from the cache or written anew."""
     tools = keyed.tools
@@ -115,25 +115,25 @@ class _CallGrammar:
         )
 
     def grammar(self) -> GrammarSpec:
-        """Return the complete grammar."""
+        """Return the complete grammar of the reply, in Lark."""
         tools = self._tools
         is_unconditional = tools.required or tools.answer_grammar is not None
-        calls = self._calls()
+        calls = self._calls_expression()
         lazy: list[str] = []
         if self._form.channels is not None:
-            start = self._messages(calls)
+            start = self._messages_expression(calls)
         elif is_unconditional:
             opening = "" if self._form.is_bare and tools.required else self._form.opening
-            answer = f"| {self._answer}" if self._answer else ""
+            answer = f"| {self._answer_expression}" if self._answer_expression else ""
             start = f"GAP ({self._literal(opening)} {calls} {answer})"
         else:
-            start = self._calls_in_text(calls)
+            start = self._calls_in_text_expression(calls)
             lazy = [f"before[lazy]: /(.|\\n)*{re.escape(self._form.opening)}/"]
-        lines = [f"start: {start}", GAP, TEXT, *lazy, *self._rules.lines]
+        lines = [f"start: {start}", GAP, TEXT_RULE, *lazy, *self._rules.lines]
         return GrammarSpec("lark", "\n".join(lines), tools.trigger_token, not is_unconditional)
 
     @property
-    def _answer(self) -> str:
+    def _answer_expression(self) -> str:
         """Return the expression of a reply that calls nothing; empty where no schema constrains
         it.
         """
@@ -141,7 +141,7 @@ class _CallGrammar:
             return ""
         return lark_json(json.loads(self._tools.answer_grammar.text))
 
-    def _calls(self) -> str:
+    def _calls_expression(self) -> str:
         """Return the expression of all calls behind the first opening mark."""
         form = self._form
         named_function = self._tools.named_function
@@ -150,7 +150,8 @@ class _CallGrammar:
             schemas = {name: self._schemas[name] for name in names}
             pairs = PairGrammar(form.pairs, self._tools.tokens, self._is_loose, self._rules)
             return PythonCalls(form, schemas, pairs, allows_several=self._has_several).expression()
-        call = f"({' | '.join(self._rules.rule('call', self._call(name)) for name in names)})"
+        alternatives = (self._rules.rule("call", self._call_expression(name)) for name in names)
+        call = f"({' | '.join(alternatives)})"
         opening = "" if form.is_bare and self._tools.required else form.opening
         closing = "" if form.channels is not None else self._literal(form.closing)
         if form.separator is None:
@@ -168,7 +169,7 @@ class _CallGrammar:
             calls = f'"[" GAP {calls} GAP "]"'
         return f"{calls} GAP {closing}" if closing else calls
 
-    def _call(self, name: str) -> str:
+    def _call_expression(self, name: str) -> str:
         """Return the expression of a call of one function, with its message's header if there is
         one.
         """
@@ -184,7 +185,8 @@ class _CallGrammar:
         end = marks(tail, self._tools.tokens)
         if form.id_after_arguments:
             end = f"({self._with_number(form.id_after_arguments)})? {end}"
-        return f"{begin} {self._with_number(behind)} {self._arguments(self._schemas[name])} {end}"
+        arguments = self._arguments_expression(self._schemas[name])
+        return f"{begin} {self._with_number(behind)} {arguments} {end}"
 
     def _with_number(self, text: str) -> str:
         """Return the expression of marks, with `NUMBER` in the place of a call's number or id."""
@@ -192,8 +194,8 @@ class _CallGrammar:
         parts = (marks(part, self._tools.tokens) for part in text.split(NUMBER))
         return f" {id_} ".join(parts)
 
-    def _arguments(self, schema: JsonObject) -> str:
-        """Return the expression of a function's arguments."""
+    def _arguments_expression(self, schema: JsonObject) -> str:
+        """Return the expression of a function's arguments, and add the rules that it needs."""
         tools = self._tools
         pairs = self._form.pairs
         if pairs is None:
@@ -205,15 +207,15 @@ class _CallGrammar:
             writer = PythonInTagsGrammar
         return writer(pairs, tools.tokens, self._is_loose, self._rules).arguments(schema)
 
-    def _messages(self, calls: str) -> str:
+    def _messages_expression(self, calls: str) -> str:
         """Return the expression of a reply of messages, whose last one is a call or an answer."""
         channels = self._form.channels
         assert channels is not None
-        final = f"{self._literal(channels.answer_header)} {self._answer or 'TEXT'}"
+        final = f"{self._literal(channels.answer_header)} {self._answer_expression or 'TEXT'}"
         last = calls if self._tools.required else f"({calls} | {final})"
         return f"{channels.thinking_grammar(self._tools.tokens)} {last}"
 
-    def _calls_in_text(self, calls: str) -> str:
+    def _calls_in_text_expression(self, calls: str) -> str:
         """Return the expression of a reply with calls between texts."""
         opening = self._form.opening
         is_token = opening in self._tools.tokens
@@ -222,4 +224,5 @@ class _CallGrammar:
         return f"{start} ({before} {calls})* TEXT" if self._has_several else start
 
     def _literal(self, text: str) -> str:
+        """Return the expression of a text; marks that are special tokens stand by their ids."""
         return lark_literal(text, self._tools.tokens)

@@ -20,8 +20,9 @@ from spd.conversation.tools.call_readers import (
 from spd.runtime.engine.request import partial_match_length
 
 NO_CALL = re.compile(SEPARATORS + r'\{\s*[^\s"]')
+"""Matches a brace that begins no JSON object."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
-_SEPARATORS = " \t\r\n,;]}`"
+_BROKEN_CALL_SEPARATORS = " \t\r\n,;]}`"
 
 
 class Piece(NamedTuple):
@@ -217,7 +218,7 @@ class CallParser:
         if shares_marks and not never:
             following = next_call(section, self._form, self._functions)
         if following is not None:
-            self._append_broken(section[:following])
+            self._append_broken_call(section[:following])
             self._text = self._text[following:]
             self._mark = ""
             self._has_called = True
@@ -230,7 +231,7 @@ class CallParser:
                     partial_match_length(mark, section) for mark in {*MARKS, self._form.closing}
                 )
                 section = section[: len(section) - begun]
-            self._append_broken(section)
+            self._append_broken_call(section)
         else:
             text = self._mark or ""
             if text.strip():
@@ -239,15 +240,15 @@ class CallParser:
         self._mark = None
         return True
 
-    def _append_broken(self, text: str) -> None:
+    def _append_broken_call(self, text: str) -> None:
         """Append the text between calls, unless it consists of brackets and marks alone."""
         words = _MARK.sub("", self._id_behind.sub("", text))
-        if words.strip(_SEPARATORS):
+        if words.strip(_BROKEN_CALL_SEPARATORS):
             self._note_broken_call()
             self._pieces.append(Piece("text", words))
 
     def _note_broken_call(self) -> None:
-        """Add a note about a broken call."""
+        """Append to `notes` that a call is broken."""
         opening = self._form.opening
         self.notes.append(f"what follows {opening} is no whole call in this model's form: text")
 
