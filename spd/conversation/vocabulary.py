@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer import Tokenizer
 
 
-TAIL = 64
+TAIL_TOKENS = 64
 """Tokens at the end of a prompt among which its last marks of thinking are searched."""
 
 
@@ -55,7 +55,7 @@ class Vocabulary:
 
     def prompt_end(self, ids: Sequence[int]) -> str:
         """Return the text of a prompt's last tokens, special tokens included."""
-        return self.need_tokenizer().decode(ids[-TAIL:], skip_special=False)
+        return self.need_tokenizer().decode(ids[-TAIL_TOKENS:], skip_special=False)
 
     def need_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises IncompatibleError if the folder has none."""
@@ -79,7 +79,10 @@ class Vocabulary:
 
 
 def open_vocabulary(name: str, folder: ModelFolder) -> Vocabulary:
-    """Read a model folder's configuration, and its tokenizer and chat template if it has them."""
+    """Read a model folder's configuration, and its tokenizer and chat template if it has them.
+
+    name: the model, as messages call it. Raises IncompatibleError for the folder of a head.
+    """
     from spd.formats.model_config import refuse_head
 
     refuse_head(folder.config, folder.path)

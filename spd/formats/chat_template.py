@@ -294,7 +294,7 @@ class TemplateProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, variables: Mapping[str, object]) -> dict[str, str]:
-        """Return the reply of `template_worker.render`, or {"limit": ...} after a limit ended it.
+        """Return the reply of `render_template`, or {"limit": ...} after a limit ended the child.
 
         Raises `EngineError` when the worker cannot be started, `UsageError` for what is not JSON.
         """

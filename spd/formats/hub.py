@@ -161,7 +161,7 @@ def find_stored_model(reference: str) -> StoredModel | None:
     answering = [
         model
         for store in model_stores()
-        for model in store.models()
+        for model in store.read_models()
         if model.is_named_by(reference)
     ]
     lowered = reference.casefold()
@@ -195,7 +195,7 @@ def list_models() -> list[StoredModel]:
     """Return every model in the stores of this machine, the hub's cache first."""
     from spd.formats.stores import HUB, StoredModel
 
-    stored = [model for store in model_stores() for model in store.models()]
+    stored = [model for store in model_stores() for model in store.read_models()]
     as_gguf = {alias for model in stored if model.store == HUB for alias in model.aliases}
     folders: list[StoredModel] = []
     for name in list_cached_models():

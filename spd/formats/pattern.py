@@ -18,6 +18,7 @@ from spd.errors import CheckpointError
 from spd.formats.json_file import display_text
 
 MAX_NESTING = 40
+"""Groups within groups of a pattern."""
 MAX_STEPS = 15_000_000
 """Steps of all patterns of a folder together: some seconds.
 
@@ -33,6 +34,7 @@ _FIRST_BRACKET = re.compile(r"\[\^?\](?:\\.|[^\\\]])*\]", re.DOTALL)
 _COUNT = re.compile(r"\{([0-9]*)(,?)([0-9]*)\}")
 _GROUP = re.compile(r"\((?:\?(?:(?P<lookaround><?[=!])|:|P<[A-Za-z_][A-Za-z_0-9]*>))?")
 _WORDS = re.compile(r"\w")
+"""The parts of a pattern: an escape, classes, a repetition, a group's beginning; a letter."""
 
 
 class PatternError(Exception):
@@ -89,7 +91,10 @@ Matcher = Callable[[Subject, int], int]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of a file; where: the file and the key that messages begin with."""
+    """A pattern of a file; where: the file and the key that messages begin with.
+
+    Raises CheckpointError for a pattern that is not supported.
+    """
 
     text: str
     where: str
@@ -115,11 +120,15 @@ class Pattern:
             raise self._error(str(error)) from None
 
     def _error(self, reason: str) -> CheckpointError:
+        """Return the error that names the pattern and its place."""
         return CheckpointError(f"{self.where}: {display_text(self.text)} {reason}")
 
 
 class _Parser:
-    """Compiles the text of a pattern to a `Matcher`."""
+    """Compiles the text of a pattern to a `Matcher`.
+
+    Each method moves `position` behind its part.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -127,32 +136,34 @@ class _Parser:
 
     def parse(self) -> Matcher:
         """Return the matcher of the full text. Raises PatternError."""
-        matcher = self._alternatives(0)
+        matcher = self._parse_alternatives(0)
         if self.position < len(self.text):
             raise PatternError("is no pattern: unbalanced parenthesis")
         return matcher
 
-    def _alternatives(self, depth: int) -> Matcher:
+    def _parse_alternatives(self, depth: int) -> Matcher:
+        """Return the matcher of sequences between bars. depth: groups around them."""
         if depth > MAX_NESTING:
             raise PatternError(f"is nested more than {MAX_NESTING} deep")
-        branches = [self._sequence(depth)]
+        branches = [self._parse_sequence(depth)]
         while self.text[self.position : self.position + 1] == "|":
             self.position += 1
-            branches.append(self._sequence(depth))
-        return branches[0] if len(branches) == 1 else _match_any(branches)
+            branches.append(self._parse_sequence(depth))
+        return branches[0] if len(branches) == 1 else _any_matcher(branches)
 
-    def _sequence(self, depth: int) -> Matcher:
+    def _parse_sequence(self, depth: int) -> Matcher:
+        """Return the matcher of all items up to a bar, a closing parenthesis or the end."""
         matchers: list[Matcher] = []
         while self.position < len(self.text) and self.text[self.position] not in "|)":
-            matchers.append(self._repeated(depth))
-        return _match_sequence(matchers)
+            matchers.append(self._parse_repeated(depth))
+        return _sequence_matcher(matchers)
 
-    def _repeated(self, depth: int) -> Matcher:
+    def _parse_repeated(self, depth: int) -> Matcher:
         """Return the matcher of one item with the repetition behind it."""
         begin = self.position
-        item = self._item(depth)
-        matcher = _match_character(item) if isinstance(item, re.Pattern) else item
-        count = self._count()
+        item = self._parse_item(depth)
+        matcher = _character_matcher(item) if isinstance(item, re.Pattern) else item
+        count = self._parse_count()
         if count is None:
             return matcher
         low, high = count
@@ -163,14 +174,17 @@ class _Parser:
             self.position += 1
         elif following == "+":
             raise PatternError("has a possessive repetition, which is not supported")
-        if self._count() is not None:
+        if self._parse_count() is not None:
             raise PatternError("is no pattern: multiple repeat")
         if high is None and isinstance(item, re.Pattern):
-            return _match_run(item, low)
-        return _match_repetition(matcher, low, high)
+            return _run_matcher(item, low)
+        return _repetition_matcher(matcher, low, high)
 
-    def _count(self) -> tuple[int, int | None] | None:
-        """Return how often an item comes, at least and at most; None without a repetition."""
+    def _parse_count(self) -> tuple[int, int | None] | None:
+        """Return how often an item comes, at least and at most (None: any number of times).
+
+        None without a repetition.
+        """
         sign = self.text[self.position : self.position + 1]
         if sign in ("*", "+", "?"):
             self.position += 1
@@ -188,10 +202,11 @@ class _Parser:
             raise PatternError("is no pattern: min repeat greater than max repeat")
         return minimum, maximum
 
-    def _item(self, depth: int) -> Matcher | re.Pattern[str]:
+    def _parse_item(self, depth: int) -> Matcher | re.Pattern[str]:
+        """Return the matcher of a group or an assertion, or the pattern of a single character."""
         character = self.text[self.position]
         if character == "(":
-            return self._group(depth)
+            return self._parse_group(depth)
         if character == "[":
             return self._compile_match(
                 _FIRST_BRACKET.match(self.text, self.position)
@@ -221,27 +236,31 @@ class _Parser:
         except re.error as error:
             raise PatternError(f"is no pattern: {error}") from None
 
-    def _group(self, depth: int) -> Matcher:
+    def _parse_group(self, depth: int) -> Matcher:
+        """Return the matcher of a group or of a look ahead or behind."""
         opened = _GROUP.match(self.text, self.position)
         if opened is None or self.text[opened.end() : opened.end() + 1] == "?":
             raise PatternError(f"has a group that is not supported, at character {self.position}")
         self.position = opened.end()
-        matcher = self._alternatives(depth + 1)
+        matcher = self._parse_alternatives(depth + 1)
         if self.text[self.position : self.position + 1] != ")":
             raise PatternError("is no pattern: unbalanced parenthesis")
         self.position += 1
         lookaround = opened["lookaround"]
-        return matcher if lookaround is None else _match_lookaround(matcher, lookaround)
+        return matcher if lookaround is None else _lookaround_matcher(matcher, lookaround)
 
 
-def _match_character(single: re.Pattern[str]) -> Matcher:
+def _character_matcher(single: re.Pattern[str]) -> Matcher:
+    """Return the matcher of one character."""
+
     def part(subject: Subject, begins: int) -> int:
+        """Return the positions behind those of matching characters."""
         return (begins & subject.positions_of(single)) << 1
 
     return part
 
 
-def _match_run(single: re.Pattern[str], low: int) -> Matcher:
+def _run_matcher(single: re.Pattern[str], low: int) -> Matcher:
     """Return the matcher of `low` or more characters of one kind."""
 
     def part(subject: Subject, begins: int) -> int:
@@ -258,7 +277,9 @@ def _match_run(single: re.Pattern[str], low: int) -> Matcher:
     return part
 
 
-def _match_repetition(body: Matcher, low: int, high: int | None) -> Matcher:
+def _repetition_matcher(body: Matcher, low: int, high: int | None) -> Matcher:
+    """Return the matcher of `low` to `high` repetitions; None is any number of them."""
+
     def part(subject: Subject, begins: int) -> int:
         """Apply the body repeatedly, each time to new positions only."""
         for _ in range(low):
@@ -278,7 +299,9 @@ def _match_repetition(body: Matcher, low: int, high: int | None) -> Matcher:
     return part
 
 
-def _match_sequence(matchers: Sequence[Matcher]) -> Matcher:
+def _sequence_matcher(matchers: Sequence[Matcher]) -> Matcher:
+    """Return the matcher of parts that follow each other."""
+
     def sequence(subject: Subject, begins: int) -> int:
         """Apply each part to where the one before ends."""
         subject.budget.spend(1)
@@ -292,7 +315,9 @@ def _match_sequence(matchers: Sequence[Matcher]) -> Matcher:
     return sequence
 
 
-def _match_any(branches: Sequence[Matcher]) -> Matcher:
+def _any_matcher(branches: Sequence[Matcher]) -> Matcher:
+    """Return the matcher of alternatives."""
+
     def part(subject: Subject, begins: int) -> int:
         """Apply every branch to the same positions."""
         ends = 0
@@ -303,7 +328,7 @@ def _match_any(branches: Sequence[Matcher]) -> Matcher:
     return part
 
 
-def _match_lookaround(inner: Matcher, lookaround: str) -> Matcher:
+def _lookaround_matcher(inner: Matcher, lookaround: str) -> Matcher:
     """Return the matcher that looks ahead or behind, and takes no characters."""
     is_positive = lookaround.endswith("=")
 
@@ -323,6 +348,7 @@ def _match_lookaround(inner: Matcher, lookaround: str) -> Matcher:
         return begins & passed if is_positive else begins & ~passed
 
     def behind(subject: Subject, begins: int) -> int:
+        """Return the positions where the inner matcher ends; if negative, where it does not."""
         ends = inner(subject, subject.all_positions)
         return begins & ends if is_positive else begins & ~ends
 
@@ -330,24 +356,29 @@ def _match_lookaround(inner: Matcher, lookaround: str) -> Matcher:
 
 
 def _at_start(subject: Subject, begins: int) -> int:
+    """Return the beginning of the text if it is among the positions."""
     return begins & 1
 
 
 def _at_end(subject: Subject, begins: int) -> int:
+    """Return the end of the text if it is among the positions."""
     return begins & (1 << len(subject.text))
 
 
 def _at_last_line_end(subject: Subject, begins: int) -> int:
+    """Return those of the positions that are the end, or before a newline that ends the text."""
     end = 1 << len(subject.text)
     return begins & (end | (end >> 1 if subject.text.endswith("\n") else 0))
 
 
 def _word_border(subject: Subject, begins: int) -> int:
+    """Return those of the positions between a letter of a word and anything else."""
     words = subject.positions_of(_WORDS)
     return begins & (words ^ (words << 1))
 
 
 def _no_word_border(subject: Subject, begins: int) -> int:
+    """Return those of the positions that are no border of a word."""
     if not subject.text:  # as in Python before 3.14
         return 0
     return begins & ~_word_border(subject, begins)

@@ -48,13 +48,13 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 MAX_GROUP = 1 << 16
-CONFIG_FILES = {
+QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
 """Files of older tools, which hold what `config.json` lacks, and their methods."""
-SUPPORTED = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
+SUPPORTED_METHODS = "compressed-tensors, gptq, awq, modelopt, mxfp4, and fp8 with weight_block_size"
 UNUSED_SUFFIXES = (
     ".input_scale",
     ".input_global_scale",
@@ -86,6 +86,7 @@ class Scheme:
     group_size: int | None = None
     """Columns that share a scale; None: all of a row."""
     symmetric: bool = field(default=True, metadata=json_key("sym"))
+    """True if there are no zero points."""
     block_rows: int | None = None
     """Rows of a block of FP8."""
     offset: int = 0
@@ -209,10 +210,14 @@ class Quantization:
     def scheme_of(self, module: str) -> Scheme | None:
         """Return how a module's matrix is stored, by the first rule for it; None without one."""
         if module not in self._schemes:
-            self._schemes[module] = self._first(ModuleName(module, self._budget))
+            self._schemes[module] = self._first_scheme(ModuleName(module, self._budget))
         return self._schemes[module]
 
-    def _first(self, module: ModuleName) -> Scheme | None:
+    def _first_scheme(self, module: ModuleName) -> Scheme | None:
+        """Return the scheme of the first rule for a module.
+
+        Raises CheckpointError: no steps left.
+        """
         try:
             for rule in self.rules:
                 self._budget.spend(1)
@@ -276,19 +281,19 @@ class Quantization:
 
 
 def _refuse_tensor(tensors: TensorMetas, name: str, reason: str) -> None:
-    """Raise CheckpointError if a checkpoint has a tensor."""
+    """Raise CheckpointError with a reason if a checkpoint has a tensor."""
     meta = tensors.get(name)
     if meta is not None:
         raise CheckpointError(f"{meta.shard}: tensor {display_text(meta.name)}: {reason}")
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
-    """Return the quantization in `config.json`; None where nothing is quantized."""
+    """Return the quantization in `config.json`; None without. Raises CheckpointError."""
     config = fields.optional_nested("quantization_config")
     if config is None:
         return None
     method = config.text("quant_method", "None")
-    supported = f"({display_text(method)}) are not supported ({SUPPORTED} are)"
+    supported = f"({display_text(method)}) are not supported ({SUPPORTED_METHODS} are)"
     advice = "use a copy in one of those, or the original with --quantize int8"
     is_known = method in _READERS and (method != "fp8" or "weight_block_size" in config)
     reason = f"quantized weights {supported}: {advice}"
@@ -300,18 +305,18 @@ def with_quantization(fields: Fields, folder: Path) -> Fields:
     """Return `config.json` with the quantization that older tools wrote into a separate file."""
     if "quantization_config" in fields or "compression_config" in fields:
         return fields
-    name = next((name for name in CONFIG_FILES if (folder / name).is_file()), None)
+    name = next((name for name in QUANTIZATION_FILES if (folder / name).is_file()), None)
     if name is None:
         return fields
     file_fields = Fields.read(folder / name)
     inner = file_fields.optional_nested("quantization") or file_fields
-    values = {"quant_method": CONFIG_FILES[name], **inner.values}
+    values = {"quant_method": QUANTIZATION_FILES[name], **inner.values}
     if values["quant_method"] == "modelopt" and values.get("quant_algo") is None:
         return fields
     return fields.with_values({"quantization_config": values})
 
 
-def _check_size(fields: Fields, key: str, size: int) -> None:
+def _check_pattern_size(fields: Fields, key: str, size: int) -> None:
     """Refuse patterns of so many characters that reading them alone takes long."""
     limit = f"at most {MAX_PATTERN_CHARACTERS:,} are supported"
     reason = f"its patterns have {size:,} characters, {limit}"
@@ -323,7 +328,7 @@ def _module_name(name: str) -> str:
     return text_name(f"{name}.").rstrip(".")
 
 
-def _compressed_tensors(fields: Fields) -> Iterator[Rule]:
+def _read_compressed_tensors(fields: Fields) -> Iterator[Rule]:
     """Yield the rules of compressed-tensors: its groups, then those of them for all modules."""
     for key, description in (
         ("transform_config", "rotations of weights"),
@@ -340,14 +345,14 @@ def _compressed_tensors(fields: Fields) -> Iterator[Rule]:
     for name in groups.values:
         rules.append(_read_group(groups.nested(name), fields))
         size += sum(len(pattern.text) for pattern in rules[-1].patterns)
-        _check_size(fields, "config_groups", size)
+        _check_pattern_size(fields, "config_groups", size)
     yield from rules
     for rule in rules:
         if not _LINEAR_CLASSES.isdisjoint(rule.names):
             yield Rule(rule.scheme, is_default=True)
 
 
-FORMATS = tuple(
+COMPRESSED_TENSORS_FORMATS = tuple(
     f"{name}-quantized" for name in ("pack", "int", "float", "naive", "nvfp4-pack", "mxfp4-pack")
 )
 """Names of compressed-tensors' layouts."""
@@ -366,7 +371,9 @@ def _read_group(group: Fields, config: Fields) -> Rule:
     weights = group.nested("weights")
     bits = weights.integer("num_bits", 1, 16, 8)
     number_type = weights.choice("type", ("int", "float"), "int")
-    layout = group.choice("format", FORMATS, config.text("format", FORMATS[0]))
+    layout = group.choice(
+        "format", COMPRESSED_TENSORS_FORMATS, config.text("format", COMPRESSED_TENSORS_FORMATS[0])
+    )
     strategy = weights.choice("strategy", STRATEGIES, STRATEGIES[0])
     size = weights.optional_integer("group_size", -1, MAX_GROUP)
     symmetric = weights.boolean("symmetric", True)
@@ -400,7 +407,7 @@ def _read_group(group: Fields, config: Fields) -> Rule:
     weights.require(scheme.bits <= 8, "num_bits", f"{bits} is more than 8")
     names = group.strings("targets")
     texts = [name[3:] for name in names if name.startswith("re:")]
-    _check_size(group, "targets", sum(map(len, texts)))
+    _check_pattern_size(group, "targets", sum(map(len, texts)))
     patterns = tuple(Pattern(text, f"{group.where}: targets") for text in texts)
     return Rule(scheme, frozenset(map(_module_name, names)), patterns)
 
@@ -412,14 +419,14 @@ def _group_size(fields: Fields) -> int | None:
     return None if size < 0 else size
 
 
-def _gptq(fields: Fields) -> Iterator[Rule]:
+def _read_gptq(fields: Fields) -> Iterator[Rule]:
     """Yield GPTQ's rules: those of `dynamic`, which change it for modules, then the default."""
     version = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     fields.refuse_unsupported_values({"bits": (2, 3, 4, 8)})
     default = Scheme("gptq", 4, offset=int(version == "gptq"))
     default = fields.read_dataclass(Scheme, default, group_size=_group_size(fields))
     dynamic = fields.optional_nested("dynamic") or Fields(fields.where, {})
-    _check_size(fields, "dynamic", sum(map(len, dynamic.values)))
+    _check_pattern_size(fields, "dynamic", sum(map(len, dynamic.values)))
     for pattern in dynamic.values:
         if pattern.startswith("-:"):  # modules that are not quantized
             continue
@@ -431,7 +438,7 @@ def _gptq(fields: Fields) -> Iterator[Rule]:
     yield Rule(default, is_default=True)
 
 
-def _awq(fields: Fields) -> Iterator[Rule]:
+def _read_awq(fields: Fields) -> Iterator[Rule]:
     """Yield AWQ's rule for all modules."""
     fields = fields.with_canonical_keys({"bits": ("w_bit",), "group_size": ("q_group_size",)})
     fields.refuse_unsupported_values(
@@ -444,7 +451,7 @@ _ALGORITHMS = {"FP8": Scheme("fp8", 8)}
 _ALGORITHMS |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 4, NVFP4_GROUP))
 
 
-def _modelopt(fields: Fields) -> Iterator[Rule]:
+def _read_modelopt(fields: Fields) -> Iterator[Rule]:
     """Yield ModelOpt's rules: one for all modules, or one for the modules of each algorithm."""
     algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
@@ -461,7 +468,7 @@ def _modelopt(fields: Fields) -> Iterator[Rule]:
 
 
 _GPT_OSS_EXPERTS = Pattern(r".*\.experts\.", "gpt-oss")
-_MXFP4 = Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(_GPT_OSS_EXPERTS,))
+_MXFP4_RULE = Rule(Scheme("mxfp4", 4, MXFP4_GROUP), patterns=(_GPT_OSS_EXPERTS,))
 _FP8_VALUES = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
@@ -469,23 +476,23 @@ _FP8_VALUES = {
 }
 
 
-def _fp8(fields: Fields) -> Iterator[Rule]:
+def _read_fp8(fields: Fields) -> Iterator[Rule]:
     """Yield DeepSeek's rule for all modules: blocks of rows and columns that share a scale."""
     fields.refuse_unsupported_values(_FP8_VALUES)
     rows, columns = fields.integers("weight_block_size", 1, MAX_GROUP, 2)
     yield Rule(Scheme("fp8", 8, columns, block_rows=rows), is_default=True)
 
 
-def _mxfp4(fields: Fields) -> Iterator[Rule]:
+def _read_mxfp4(fields: Fields) -> Iterator[Rule]:
     """Yield gpt-oss's rule for experts; see `unpack_experts`."""
-    yield _MXFP4
+    yield _MXFP4_RULE
 
 
 _READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
-    "mxfp4": _mxfp4,
-    "fp8": _fp8,
-    "compressed-tensors": _compressed_tensors,
-    "gptq": _gptq,
-    "awq": _awq,
-    "modelopt": _modelopt,
+    "mxfp4": _read_mxfp4,
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+    "modelopt": _read_modelopt,
 }

@@ -227,6 +227,7 @@ class RotaryDims:
     """
 
     width: int
+    """All dimensions of a head."""
     rotary_dim: int
     """The first dimensions, which rotate."""
     interleaved: bool = False

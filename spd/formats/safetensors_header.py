@@ -24,7 +24,7 @@ from spd.formats.json_file import (
 )
 
 MAX_NUMBER = (1 << 64) - 1
-HEADER_LIMIT = 40_000_000
+MAX_HEADER_BYTES = 40_000_000
 """Bytes; 90 thousand tensors of one file take 12 million.
 
 The official reader accepts 100 million.
@@ -49,13 +49,16 @@ class TensorMeta(NamedTuple):
 
 
 def read_shard_header(path: Path) -> tuple[FileIdentity, list[TensorMeta]]:
-    """Read and check the header of a safetensors file; its tensors must fill it without gaps."""
+    """Read and check the header of a safetensors file; return its identity and its tensors.
+
+    Raises CheckpointError, also where the tensors do not fill the file without gaps.
+    """
     with open_regular_file(path) as file, convert_os_errors(path):
         identity = file_identity(os.fstat(file.fileno()))
         size = identity[0]
         length = int.from_bytes(file.read(8), "little")
-        if length > HEADER_LIMIT:
-            reason = f"header too large: {length} bytes, at most {HEADER_LIMIT} are allowed"
+        if length > MAX_HEADER_BYTES:
+            reason = f"header too large: {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
             raise CheckpointError(f"{path}: {reason}")
         data = file.read(length)
     data_start = 8 + length
@@ -64,12 +67,12 @@ def read_shard_header(path: Path) -> tuple[FileIdentity, list[TensorMeta]]:
         raise CheckpointError(f"{path}: {reason}")
     header = dict(Fields.parse(decode_utf8(data, f"{path}: header"), f"{path}: header").values)
     header.pop("__metadata__", None)
-    tensors = [_read_entry(path, name, entry, data_start) for name, entry in header.items()]
+    tensors = [_read_tensor_entry(path, name, entry, data_start) for name, entry in header.items()]
     _check_extents(path, tensors, data_start, size)
     return identity, tensors
 
 
-def _read_entry(path: Path, name: str, entry: object, data_start: int) -> TensorMeta:
+def _read_tensor_entry(path: Path, name: str, entry: object, data_start: int) -> TensorMeta:
     """Return the tensor of an entry; data_start: where the tensors' bytes begin in the file."""
     where = f"{path}: tensor {display_text(name)}"
     fields = Fields(where, entry if isinstance(entry, dict) else {})

@@ -18,8 +18,8 @@ from spd.formats.files import FILE_LIMIT
 from spd.formats.hub import model_name_of_snapshot
 from spd.formats.json_file import convert_os_errors, list_folder, open_regular_file
 
-ENDINGS = (".json", ".jinja", ".txt", ".model")
-TOTAL_LIMIT = 512_000_000
+SIDE_FILE_ENDINGS = (".json", ".jinja", ".txt", ".model")
+MAX_TOTAL_BYTES = 512_000_000
 """Bytes of all files together."""
 
 
@@ -33,7 +33,7 @@ class SideFile:
     """The file that has its content, where it is a link."""
 
 
-def side_files(folder: Path, excluded: Sequence[str]) -> tuple[list[SideFile], list[str]]:
+def find_side_files(folder: Path, excluded: Sequence[str]) -> tuple[list[SideFile], list[str]]:
     """Return the files to copy, and a note for each file of such a name that is not copied.
 
     excluded: names that are not copied, without a note.
@@ -41,8 +41,8 @@ def side_files(folder: Path, excluded: Sequence[str]) -> tuple[list[SideFile], l
     root = _link_root(folder)
     files: list[SideFile] = []
     notes: list[str] = []
-    remaining = TOTAL_LIMIT
-    for name in _candidates(folder, excluded):
+    remaining = MAX_TOTAL_BYTES
+    for name in _candidate_names(folder, excluded):
         try:
             source = _resolve_copyable(folder / name, root, remaining)
         except CheckpointError as refusal:
@@ -54,7 +54,10 @@ def side_files(folder: Path, excluded: Sequence[str]) -> tuple[list[SideFile], l
 
 
 def copy_side_files(files: Sequence[SideFile], destination: Path) -> None:
-    """Copy files into a new folder. Raises CheckpointError for a file that has changed."""
+    """Copy files into a new folder, the templates' folder included.
+
+    Raises CheckpointError for a file that has changed or become too large.
+    """
     for file in files:
         target = destination / file.name
         target.parent.mkdir(exist_ok=True)
@@ -68,10 +71,10 @@ def copy_side_files(files: Sequence[SideFile], destination: Path) -> None:
             copy.write(data)
 
 
-def _candidates(folder: Path, excluded: Sequence[str]) -> Iterator[Path]:
+def _candidate_names(folder: Path, excluded: Sequence[str]) -> Iterator[Path]:
     """Yield the paths below a folder whose names are those of files to copy."""
     for name in list_folder(folder):
-        if name.endswith(ENDINGS) and ".safetensors" not in name and name not in excluded:
+        if name.endswith(SIDE_FILE_ENDINGS) and ".safetensors" not in name and name not in excluded:
             yield Path(name)
     templates = folder / TEMPLATES_FOLDER
     if templates.is_dir() and not templates.is_symlink():
@@ -98,6 +101,6 @@ def _resolve_copyable(path: Path, root: Path, remaining: int) -> Path:
     with open_regular_file(target) as file:
         size = os.fstat(file.fileno()).st_size
     if size > min(FILE_LIMIT, remaining):
-        limit = f"{FILE_LIMIT:,} bytes, or all of them over {TOTAL_LIMIT:,}"
+        limit = f"{FILE_LIMIT:,} bytes, or all of them over {MAX_TOTAL_BYTES:,}"
         raise CheckpointError(f"{path}: is larger than {limit}")
     return target

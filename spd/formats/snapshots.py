@@ -23,5 +23,5 @@ def current_snapshot(folder: Path) -> Path | None:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """True if a folder has weights in the files of a model folder."""
+    """True if a folder has `model.safetensors` or the index of its shards."""
     return (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()

@@ -73,9 +73,10 @@ class Store:
     name: str
     root: Path
     iterate: Callable[[Path], Iterator[StoredModel]]
+    """Yields the models in a folder. Raises OSError where it cannot be read."""
 
-    def models(self) -> list[StoredModel]:
-        """Return the models of the store, sorted by name; none where it cannot be read."""
+    def read_models(self) -> list[StoredModel]:
+        """Read the store and return its models, sorted by name; none where it cannot be read."""
         models: list[StoredModel] = []
         with suppress(OSError):
             models = [model for model in self.iterate(self.root) if len(model.name) <= MAX_NAME]
@@ -88,7 +89,7 @@ def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
         snapshot = current_snapshot(folder)
         if snapshot is not None:
             name = folder.name.removeprefix("models--").replace("--", "/", 1)
-            yield from _iterate_sets(name, store, snapshot, _gguf_sizes(snapshot))
+            yield from _iterate_sets(name, store, snapshot, _gguf_file_sizes(snapshot))
 
 
 def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
@@ -97,7 +98,7 @@ def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
         if not folder.is_dir():
             continue
         name = f"{folder.parent.name}/{folder.name}"
-        yield from _iterate_sets(name, LM_STUDIO, folder, _gguf_sizes(folder))
+        yield from _iterate_sets(name, LM_STUDIO, folder, _gguf_file_sizes(folder))
         if (folder / CONFIG_FILE).is_file() and has_safetensors(folder):
             total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             yield StoredModel(name, LM_STUDIO, folder, total)
@@ -106,7 +107,7 @@ def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
 def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
     """Yield llama.cpp's downloads: in one folder, or, newer ones, in the hub's layout."""
     yield from iterate_hub_cache(root, LLAMA_CPP)
-    sizes = _gguf_sizes(root, depth=1)
+    sizes = _gguf_file_sizes(root, depth=1)
     repositories: dict[str, str] = {}
     for path in islice(sorted(root.glob("manifest=*.json")), MAX_ENTRIES):
         match = _LLAMA_CPP_MANIFEST.fullmatch(path.name)
@@ -132,8 +133,11 @@ def iterate_ollama(root: Path) -> Iterator[StoredModel]:
             yield _read_ollama_model(root, path, parts)
 
 
-def _gguf_sizes(folder: Path, depth: int = 2) -> dict[str, int]:
-    """Return the bytes of the GGUF files in a folder, by their paths below it."""
+def _gguf_file_sizes(folder: Path, depth: int = 2) -> dict[str, int]:
+    """Return the bytes of the GGUF files in a folder, by their paths below it.
+
+    depth: 1 looks into the folder alone, 2 into those in it too.
+    """
     sizes: dict[str, int] = {}
     patterns = ["*", "*/*"][:depth]
     paths = (path for pattern in patterns for path in folder.glob(pattern))
@@ -176,11 +180,15 @@ def _shorter_aliases(name: str, file_set: FileSet) -> tuple[str, ...]:
 
 
 def _incomplete_fault(file_set: FileSet) -> str:
+    """Return the fault of a set of which files are missing."""
     return f"{file_set.files[0]}: {len(file_set.files)} of {file_set.expected} files are there"
 
 
 def _read_pulled_file(manifest: Path) -> str:
-    """Return the file that llama.cpp's manifest of a download names; empty without one."""
+    """Return the name of the file that llama.cpp's manifest of a download holds.
+
+    Empty without one.
+    """
     with suppress(CheckpointError):
         file = Fields.read(manifest, MANIFEST_LIMIT).optional_nested("ggufFile")
         return "" if file is None else file.text("rfilename", "")

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS = 0.5
 CPU_SECONDS_PER_INPUT_BYTE = 1e-7
+"""The time that a request may take, in addition to `CPU_SECONDS`."""
 MEMORY_BYTES = 256 << 20
 """Memory of a template, in addition to the interpreter's and the messages'."""
 MEMORY_PER_INPUT_BYTE = 40
@@ -63,7 +64,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _dump_json
         del self.filters["random"]  # the same messages must give the same prompt
         del self.globals["lipsum"]
-        self.globals["raise_exception"] = _refuse
+        self.globals["raise_exception"] = _raise_refusal
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
 
     def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
@@ -80,11 +81,12 @@ def _dump_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **layout)
 
 
-def _refuse(message: object) -> NoReturn:
+def _raise_refusal(message: object) -> NoReturn:
+    """Raise TemplateRefusal: the template's `raise_exception`."""
     raise TemplateRefusal(str(message))
 
 
-def render(
+def render_template(
     jinja: TemplateEnvironment, source: str, variables: dict[str, object], limit: int
 ) -> dict[str, str]:
     """Render a template to {"text": ...}, {"refused": ...}, {"faulty": ...} or {"memory": ...}.
@@ -121,9 +123,9 @@ def _line_prefix(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Read requests {"source", "variables"} until the input ends.
+    """Answer requests {"source", "variables"} of standard input by `render_template` until it ends.
 
-    Write the result of `render` for each.
+    Sets limits of memory and CPU time for each; a request beyond the time ends the process.
     """
     environment = TemplateEnvironment()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -139,7 +141,9 @@ def main() -> None:
             soft = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + CPU_SECONDS_PER_INPUT_BYTE * len(line))
-        result = render(environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line))
+        result = render_template(
+            environment, **json.loads(line), limit=OUTPUT_CHARACTERS + len(line)
+        )
         # The timer stops before the reply: no reply may arrive from a process about to end.
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         sys.stdout.write(json.dumps(result) + "\n")

@@ -45,9 +45,9 @@ class ThinkingMarks:
 
 DEFAULT_MARKS = MarkPair("<think>", "</think>")
 """So common that it counts even where neither template nor vocabulary mentions it."""
-GEMMA = MarkPair("<|channel>", "<channel|>", label="thought", are_tokens=True)
+GEMMA_MARKS = MarkPair("<|channel>", "<channel|>", label="thought", are_tokens=True)
 _FORMLESS_MARKS = (
-    GEMMA,
+    GEMMA_MARKS,
     MarkPair("Here is my thought process:", "Here is my response:"),  # Granite 3.2
     MarkPair("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),  # Apriel
 )
@@ -60,7 +60,7 @@ _ANSWER_MARKS = (
 KNOWN_MARKS = ThinkingMarks(
     (
         DEFAULT_MARKS,
-        GEMMA,
+        GEMMA_MARKS,
         MarkPair("[THINK]", "[/THINK]", are_tokens=True),  # Magistral, Ministral 3 Reasoning
         MarkPair("<seed:think>", "</seed:think>", are_tokens=True),  # Seed-OSS
         MarkPair("<|START_THINKING|>", "<|END_THINKING|>", are_tokens=True),  # Command A
@@ -71,7 +71,7 @@ KNOWN_MARKS = ThinkingMarks(
 
 
 def _find_pairs(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the position, the opening and the closing mark of every mark in a text."""
+    """Yield the position of every mark in a text, with the opening and closing mark of its pair."""
     for forms in _MARK_FORMS:
         for form in forms:
             before, behind = map(re.escape, form.split("{}"))
@@ -83,7 +83,7 @@ def _find_pairs(text: str) -> Iterator[tuple[int, str, str]]:
 def find_mark_tokens(names: Collection[str]) -> frozenset[str]:
     """Return the tokens among a vocabulary's names that mark thinking."""
     pairs = [(opening, closing) for _, opening, closing in _find_pairs(" ".join(names))]
-    pairs.append((GEMMA.opening, GEMMA.closing))
+    pairs.append((GEMMA_MARKS.opening, GEMMA_MARKS.closing))
     complete_pairs = (pair for pair in pairs if pair[0] in names and pair[1] in names)
     return frozenset(mark for pair in complete_pairs for mark in pair)
 
@@ -98,9 +98,11 @@ def find_thinking_marks(
     """
 
     def pair_of(opening: str, closing: str, label: str = "") -> MarkPair:
+        """Return a pair, which is one of tokens if both marks are special."""
         return MarkPair(opening, closing, label, {opening, closing} <= {*special})
 
     def with_special(pair: MarkPair) -> MarkPair:
+        """Return a pair with `are_tokens` as this vocabulary has it."""
         return pair_of(pair.opening, pair.closing, pair.label)
 
     by_form = {
@@ -115,7 +117,7 @@ def find_thinking_marks(
     )
     pairs = [*map(with_special, formless), *by_form.values()]
     openings = {pair.opening for pair in pairs}
-    defaults = (pair for pair in (DEFAULT_MARKS, GEMMA) if pair.opening not in openings)
+    defaults = (pair for pair in (DEFAULT_MARKS, GEMMA_MARKS) if pair.opening not in openings)
     pairs += map(with_special, defaults)
     pairs.sort(key=lambda pair: pair.opening not in template and pair.closing not in template)
     answers = (

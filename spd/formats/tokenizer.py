@@ -70,9 +70,11 @@ class Tokenizer:
         where: str,
         encode: Encode | None = None,
     ) -> None:
-        """Configure a library's tokenizer.
+        """Configure a library's tokenizer, in place: tokens are added, the post-processor removed.
 
-        last: the highest id of its vocabulary. encode: a function that encodes in its place.
+        last: the highest id of its vocabulary. config: tokens of files beside `tokenizer.json`.
+        where: the file, for messages. encode: a function that encodes in the library's place.
+        Raises CheckpointError for what is not supported.
         """
         self._library = library
         self._where = where
@@ -84,7 +86,7 @@ class Tokenizer:
         special_names = [
             name for name in config.special_tokens if self.token_to_id(name) is not None
         ]
-        _make_special(library, special_names)
+        _mark_special_tokens(library, special_names)
         added = library.get_added_tokens_decoder()
         self.special_tokens = {
             token.content: token_id
@@ -110,20 +112,24 @@ class Tokenizer:
             if channel_tokens[0] in self.special_tokens:
                 visible.update(channel_tokens)
         hidden = {i for name, i in self.special_tokens.items() if name not in visible}
-        self.token_bytes = cache(lambda i: b"" if i in hidden else bytes_of(self._token(i)))
+        self.token_bytes = cache(lambda i: b"" if i in hidden else bytes_of(self._token_text(i)))
         """The exact bytes of a token, a leading space included; none for ids without a token and
         for special tokens, except those that separate a reply's thinking from its answer."""
         self._prefix, self._suffix = self._read_surroundings(config)
         self.digest = b""
+        """SHA-256 of `tokenizer.json`; empty for a tokenizer of another file."""
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> Tokenizer:
-        """Load a folder's tokenizer. config: that of the folder, where it was read before."""
+        """Read and check a folder's tokenizer.
+
+        config: that of the folder, where it was read before. Raises CheckpointError.
+        """
         config = config or read_tokenizer_config(folder)
         path = folder / TOKENIZER_FILE
         text = read_text(path, FILE_LIMIT)
         declared = sum(len(token.content) for token in config.added_tokens.values())
-        highest = check_content(str(path), parse_json(text, str(path)), declared)
+        highest = check_tokenizer_content(str(path), parse_json(text, str(path)), declared)
         with convert_library_errors(str(path)):
             library = tokenizers.Tokenizer.from_str(text)
             # Truncation would shorten prompts without an error, padding would lengthen them.
@@ -134,7 +140,7 @@ class Tokenizer:
         return tokenizer
 
     def is_same_file(self, folder: Path) -> bool:
-        """True if a folder holds an equal tokenizer file, and adds the same tokens."""
+        """Read a folder's files; True if its tokenizer file is equal and adds the same tokens."""
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             return False
@@ -151,7 +157,7 @@ class Tokenizer:
         that the tokenizer is configured to put around a text (often the BOS token). Raises
         `UsageError` for text that is not Unicode, `IncompatibleError` when the tokenizer fails.
         """
-        ids = self._encode(text, parse_special)
+        ids = self._encode_text(text, parse_special)
         if not parse_special and not self._forbidden_ids.isdisjoint(ids):
             raise IncompatibleError(f"{self._where}: turns plain text into special tokens")
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
@@ -178,7 +184,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of token ids: their bytes as UTF-8, with U+FFFD for invalid bytes."""
         names = () if skip_special else self.special_ids
-        raw = b"".join(self._token(i).encode() if i in names else self.token_bytes(i) for i in ids)
+        raw = b"".join(
+            self._token_text(i).encode() if i in names else self.token_bytes(i) for i in ids
+        )
         return raw.decode("utf-8", "replace").removeprefix(" " if self._strips else "")
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -199,10 +207,11 @@ class Tokenizer:
         pairs = sorted((token_id, token) for token, token_id in vocabulary.items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
-    def _token(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
+        """Return a token as written in the vocabulary; empty for an id without a token."""
         return (self._library.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
 
-    def _encode(self, text: str, parse_special: bool) -> list[int]:
+    def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text alone, of special tokens too if `parse_special`.
 
         Raises UsageError for half of a surrogate pair, CheckpointError if the patterns take too
@@ -221,10 +230,13 @@ class Tokenizer:
     def _read_surroundings(
         self, config: TokenizerConfig
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that are put before and after a text, by post-processor and config."""
+        """Return the ids that are put before and after a text, by post-processor and config.
+
+        Removes the library's post-processor. Raises CheckpointError.
+        """
         with convert_library_errors(f"{self._where}: cannot encode a letter"):
             encoded = self._library.encode("a")
-        if not all(self._token(token_id) for token_id in encoded.ids):
+        if not all(self._token_text(token_id) for token_id in encoded.ids):
             raise CheckpointError(
                 f"{self._where}: post_processor: adds token ids that do not exist"
             )
@@ -265,14 +277,14 @@ _Flags = tuple[bool, bool, bool, bool, bool]
 
 
 def _token_flags(token: tokenizers.AddedToken) -> _Flags:
-    """Return the flags of an added token."""
+    """Return the flags of an added token, with which it is found in a text."""
     return token.single_word, token.lstrip, token.rstrip, token.normalized, token.special
 
 
 def _add_declared_tokens(
     library: tokenizers.Tokenizer, config: TokenizerConfig, where: str
 ) -> None:
-    """Add the tokens that files beside `tokenizer.json` declare, as transformers does.
+    """Add tokens to the library that files beside `tokenizer.json` declare, as transformers does.
 
     `added_tokens_decoder` also corrects the flags of existing tokens; `added_tokens.json` does not.
     """
@@ -296,8 +308,8 @@ def _add_declared_tokens(
             break
 
 
-def _make_special(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
-    """Mark added or other tokens of a vocabulary as special. Their other flags stay as they are."""
+def _mark_special_tokens(library: tokenizers.Tokenizer, names: Sequence[str]) -> None:
+    """Mark added or other tokens of the library as special. Their other flags stay as they are."""
     existing = {token.content: token for token in library.get_added_tokens_decoder().values()}
     tokens: list[tokenizers.AddedToken] = []
     for name in dict.fromkeys(names):
@@ -381,10 +393,11 @@ def _replaced_bytes(
     return token.encode()
 
 
-def check_content(where: str, file: Any, declared: int) -> int:
-    """Refuse content that needs much time or memory, naming its key; return the highest id.
+def check_tokenizer_content(where: str, file: Any, declared: int) -> int:
+    """Raise CheckpointError for content that needs much time or memory; return the highest id.
 
-    declared: characters of the added tokens of other files.
+    where: the file, for messages. file: its JSON value. declared: characters of the added tokens of
+    other files.
     """
     try:
         model = file["model"]

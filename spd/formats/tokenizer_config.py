@@ -52,7 +52,10 @@ class TokenizerConfig:
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfig:
-    """Read special tokens and flags; empty where a folder has no such file."""
+    """Read special tokens and flags of a folder; empty where it has no such file.
+
+    Raises CheckpointError.
+    """
     names = list_folder(folder)
     roles: dict[str, str] = {}
     named_tokens: dict[str, str] = {}
@@ -146,7 +149,10 @@ def _read_added_tokens_file(
 
 
 def _token_content(fields: Fields, key: str, value: object) -> str:
-    """Return the text of a token, which is written as it is, or as an object that holds it."""
+    """Return the text of a token, which is written as it is, or as an object that holds it.
+
+    Raises CheckpointError for another value.
+    """
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str) or not content:
         raise fields.field_error(key, f"{display_text(value)} is not a token")

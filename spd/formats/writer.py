@@ -39,6 +39,7 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the tensor, by its dtype and shape."""
         return DTYPE_BITS[self.dtype] * math.prod(self.shape) // 8
 
 
@@ -52,7 +53,10 @@ def output_tensors(checkpoint: Checkpoint, tensors: Sequence[TensorMeta]) -> lis
 def write_tensors(
     path: Path, tensors: Sequence[OutputTensor], report: ReportProgress = lambda *_: None
 ) -> None:
-    """Write a new safetensors file, a piece at a time."""
+    """Write a new safetensors file, a piece at a time, and wait until the disk has it.
+
+    Raises OSError, also if the file exists, and ValueError for a tensor of another size.
+    """
     ordered = sorted(tensors, key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -82,7 +86,7 @@ def write_tensors(
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write a JSON file."""
+    """Write a JSON file, which is always the old or the new one."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_REPLIES = 128
 """Replies to one prompt."""
-EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+EFFORT_REPLACEMENTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts that chat templates do not know, and those that replace them."""
 PASSED_OVER = frozenset(
     {
@@ -49,7 +49,7 @@ STREAM_OPTIONS = {
     "continuous_usage_stats": FLAG,
     "include_obfuscation": any_value,
 }
-SPECULATIVE = object_of({"spec": one_of("auto", "off"), "draft_max": integer(0, MAX_DRAFT)})
+check_speculative = object_of({"spec": one_of("auto", "off"), "draft_max": integer(0, MAX_DRAFT)})
 SHARED_FIELDS = {
     **SAMPLING_FIELDS,
     **dict.fromkeys(PASSED_OVER, any_value),
@@ -57,7 +57,7 @@ SHARED_FIELDS = {
     "n": integer(1, MAX_REPLIES),
     "stream": FLAG,
     "stream_options": object_of(STREAM_OPTIONS),
-    "speculative": SPECULATIVE,
+    "speculative": check_speculative,
 }
 """Fields that chat completions and completions share."""
 
@@ -130,7 +130,7 @@ def shared_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, "sampling": sampling, "draft_max": draft_max}
 
 
-def with_one_limit(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+def with_one_token_limit(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the body with one limit of tokens, `max_tokens`: the smaller of that and field
     `name`.
     """
@@ -143,13 +143,13 @@ def chat_generation(chat: ChatRequest, settings: Settings) -> Generation:
     vocabulary = settings.vocabulary
     template = vocabulary.need_template()
     variables = _template_variables(chat, template)
-    tools = _tools(chat, template, vocabulary)
+    tools = _read_chat_tools(chat, template, vocabulary)
     if tools is not None and template.supports_tools:
         variables["tools"] = [without_strict(tool) for tool in chat.tools]
     if not chat.messages:
         refuse("messages", "expected at least one message", "missing_required_parameter")
     messages = in_template_order(with_system_first(chat.messages), template.tools_template)
-    continues = _continues(chat, messages[-1], tools)
+    continues = _continues_last_message(chat, messages[-1], tools)
     params = sampling_params(chat.sampling, settings, chat.logprobs)
     prompt = Prompt(messages=tuple(messages), variables=variables, continues=continues)
     return Generation(
@@ -162,7 +162,9 @@ def chat_generation(chat: ChatRequest, settings: Settings) -> Generation:
     )
 
 
-def _tools(chat: ChatRequest, template: ChatTemplate, vocabulary: Vocabulary) -> Tools | None:
+def _read_chat_tools(
+    chat: ChatRequest, template: ChatTemplate, vocabulary: Vocabulary
+) -> Tools | None:
     """Return the tools of a chat; None where none may be called. Raises FieldError."""
     return read_tools(
         chat.tools,
@@ -174,7 +176,7 @@ def _tools(chat: ChatRequest, template: ChatTemplate, vocabulary: Vocabulary) ->
     )
 
 
-def _continues(chat: ChatRequest, last: Message, tools: Tools | None) -> bool:
+def _continues_last_message(chat: ChatRequest, last: Message, tools: Tools | None) -> bool:
     """Return True if the reply continues the last message. Raises FieldError where it cannot.
 
     It does so if the assistant has begun that message, unless the body says otherwise.
@@ -207,6 +209,7 @@ def without_lines(generation: Generation, beginnings: tuple[str, ...]) -> Genera
     lines = re.compile(rf"\A(?:{line}\n*)+|\n{line}")
 
     def without_changing_lines(message: Message) -> Message:
+        """Return a system message without the lines; another message as it is."""
         if message["role"] != "system":
             return message
         return {**message, "content": lines.sub("", message["content"])}
@@ -221,7 +224,10 @@ def without_lines(generation: Generation, beginnings: tuple[str, ...]) -> Genera
 def sampling_params(
     sampling: Mapping[str, Any], settings: Settings, logprobs: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters of a request over the model's own. Raises ApiError."""
+    """Return the sampling parameters of a request over the model's own.
+
+    Without a seed, one is drawn. Raises ApiError for values that are not valid.
+    """
     values = {**sampling, "logprobs": logprobs}
     # A top_k of -1 is off, too.
     values["top_k"] = max(0, values.get("top_k", settings.sampling.params.top_k))
@@ -243,5 +249,5 @@ def _template_variables(chat: ChatRequest, template: ChatTemplate) -> dict[str, 
     if effort is not None and template.thinking_switch is not None:
         variables[THINKING_SWITCH] = effort not in ("none", "minimal")
     if effort is not None and "reasoning_effort" in template.default:
-        variables["reasoning_effort"] = EFFORTS.get(effort, effort)
+        variables["reasoning_effort"] = EFFORT_REPLACEMENTS.get(effort, effort)
     return {**variables, **chat.template_variables}

@@ -34,7 +34,7 @@ from spd.server.api_request import (
     Generation,
     chat_generation,
     shared_fields,
-    with_one_limit,
+    with_one_token_limit,
 )
 from spd.server.errors import ApiError
 from spd.server.replies import Reply, sse
@@ -103,7 +103,7 @@ def read_chat(value: Json, settings: Settings) -> Generation:
 
     Raises FieldError and ApiError.
     """
-    body = with_one_limit(_chat(value, ""), "max_completion_tokens")
+    body = with_one_token_limit(_chat(value, ""), "max_completion_tokens")
     shared = shared_fields(body)
     if body.get("top_logprobs") and not body.get("logprobs"):
         refuse("top_logprobs", "it needs `logprobs` to be true")

@@ -34,7 +34,7 @@ from spd.server.api_request import (
     Generation,
     chat_generation,
     shared_fields,
-    with_one_limit,
+    with_one_token_limit,
 )
 from spd.server.chat_completions import ChatLogprob, chat_logprobs
 from spd.server.errors import ApiError
@@ -159,7 +159,7 @@ def read_response(value: Json, settings: Settings) -> Generation:
 
     Raises FieldError and ApiError.
     """
-    body = with_one_limit(_body(value, ""), "max_output_tokens")
+    body = with_one_token_limit(_body(value, ""), "max_output_tokens")
     pieces = list(body["input"])
     if "instructions" in body:
         pieces.insert(0, {"role": "system", "content": body["instructions"]})

@@ -22,7 +22,7 @@ from spd.cli.commands import models
 from spd.cli.signals import Interrupted
 from spd.errors import NetworkError, UsageError
 from spd.formats import hub_download
-from spd.formats.private_texts import PrivateTexts, find_texts
+from spd.formats.private_texts import PrivateTexts, find_text_files
 from spd.server import run
 from tests.cli.conftest import assert_refused, make_failing
 from tests.cli.hub_server import COMMIT, NAME, Hub, serve
@@ -370,14 +370,14 @@ def test_rm_removes_the_texts_of_earlier_sessions(
     """And nothing else of their folder; a folder without any is taken for a model's name."""
     folder = tmp_path / "texts"
     for fingerprint in ("a", "b"):
-        PrivateTexts(folder, fingerprint, 100).add([1, 2, 3])
+        PrivateTexts(folder, fingerprint, 100).append_text([1, 2, 3])
     other = folder / "notes.md"
     other.write_text("precious")
     ran = spd_run("rm", folder, stdin=b"y\n")
-    assert ran.code == 2 and "32 B" in ran.err and len(find_texts(folder)) == 2
+    assert ran.code == 2 and "32 B" in ran.err and len(find_text_files(folder)) == 2
     ran = spd_run("rm", "-y", folder)
     assert ran.code == 0 and f"removed the texts in {folder}" in ran.err
-    assert find_texts(folder) == [] and other.read_text() == "precious"
+    assert find_text_files(folder) == [] and other.read_text() == "precious"
     assert spd_run("rm", "-y", folder).code == 2
 
 

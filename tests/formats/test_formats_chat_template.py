@@ -23,7 +23,7 @@ from spd.formats.chat_template import (
     isolated_command,
     render_chat,
 )
-from spd.formats.template_worker import TemplateEnvironment, render
+from spd.formats.template_worker import TemplateEnvironment, render_template
 from spd.formats.tokenizer import Tokenizer
 from tests.formats.formats_helpers import raises_spd_error, write_byte_level, write_json
 
@@ -55,7 +55,9 @@ def open_template(tmp_path: Path, process: TemplateProcess):
 
 def render_here(source: str, **variables: object) -> str:
     """Render in this process, where no limits are needed."""
-    result = render(TemplateEnvironment(), source, {"messages": HELLO, **variables}, 1 << 20)
+    result = render_template(
+        TemplateEnvironment(), source, {"messages": HELLO, **variables}, 1 << 20
+    )
     assert "text" in result, result
     return result["text"]
 

@@ -305,4 +305,4 @@ def test_folders_that_cannot_be_read_are_empty(home: Path) -> None:
         yield StoredModel("a", OLLAMA, root, 1)
         raise PermissionError(root)
 
-    assert Store(OLLAMA, home, denied).models() == []
+    assert Store(OLLAMA, home, denied).read_models() == []

@@ -8,7 +8,7 @@ import pytest
 
 from spd.formats.chat_template import ChatTemplate
 from spd.formats.thinking import (
-    GEMMA,
+    GEMMA_MARKS,
     MarkPair,
     find_mark_tokens,
     find_thinking_marks,
@@ -56,7 +56,7 @@ def test_the_pair_of_the_template_comes_first() -> None:
     for mark in ("<think>", "[THINK]"):
         assert find_thinking_marks(f"{{% x %}}{mark}", names, names).thinking[0].opening == mark
     gemma = find_thinking_marks("'<|channel>thought\\n'", ("<|channel>", "<channel|>"), ()).thinking
-    assert gemma[0] == MarkPair(GEMMA.opening, GEMMA.closing, "thought")
+    assert gemma[0] == MarkPair(GEMMA_MARKS.opening, GEMMA_MARKS.closing, "thought")
     granite = "after 'Here is my thought process:' and 'Here is my response:'"
     assert find_thinking_marks(granite, (), ()).thinking[0].closing == "Here is my response:"
 

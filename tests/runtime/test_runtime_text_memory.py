@@ -12,7 +12,7 @@ import pytest
 
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
-from spd.formats.private_texts import find_texts
+from spd.formats.private_texts import find_text_files
 from spd.runtime import Engine, Request, SamplingParams
 from tests.helpers import (
     Run,
@@ -90,7 +90,7 @@ def test_a_later_session_drafts_from_an_earlier_one(tmp_path: Path) -> None:
         runs += run_requests(engine, [Request("a", ids, sampled())])
         engine.close()
     assert_same_runs(runs[1:], runs[:1] * 2)
-    (file,) = find_texts(folder)
+    (file,) = find_text_files(folder)
     assert file.stat().st_size == 4 * 2 * (len(ids) + LENGTH + 1)
     assert len(runs[2].rounds) < len(runs[1].rounds)
     assert any(record.match for record in runs[2].rounds)
@@ -107,7 +107,7 @@ def test_a_full_disk_ends_the_keeping_and_no_reply(
         return len(run_requests(engine, [Request(name, QUESTION, sampled())])[0].tokens)
 
     assert run("a") == LENGTH
-    (file,) = find_texts(folder)
+    (file,) = find_text_files(folder)
     size = file.stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

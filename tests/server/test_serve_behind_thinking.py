@@ -101,7 +101,7 @@ def test_where_a_grammar_begins(kind: str, case: ThinkingPrompt, tmp_path: Path)
         vocabulary=vocabulary,
         prompt=chat_prompt,
         prompt_end=case.prompt,
-        inside=case.inside,
+        inside_thinking=case.inside,
     )
     opening, closing = case.special or THINK
     thought = f"h{{m\n{closing}" if case.inside else f"{opening}h{{m\n{closing}"
@@ -123,7 +123,11 @@ def test_a_call_s_grammar_knows_where_thinking_is(tmp_path: Path) -> None:
     prompt = Prompt(messages=({"role": "user", "content": "Hi"},))
     for inside in (True, False):
         composed, _ = grammar_after_thinking(
-            grammar=grammar, vocabulary=vocabulary, prompt=prompt, prompt_end="", inside=inside
+            grammar=grammar,
+            vocabulary=vocabulary,
+            prompt=prompt,
+            prompt_end="",
+            inside_thinking=inside,
         )
         assert composed.after == mark and composed.thinking == ThinkingTokens(begin, end, inside)
 
@@ -138,7 +142,7 @@ def test_a_grammar_that_cannot_be_read_is_refused_behind_thinking_too(tmp_path: 
         vocabulary=vocabulary,
         prompt=prompt,
         prompt_end="",
-        inside=False,
+        inside_thinking=False,
     )
     with pytest.raises(SpdError, match="cannot be used"):
         GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(grammar, ())

@@ -172,7 +172,7 @@ def test_every_field_of_a_chat_is_read(served: Served, monkeypatch: pytest.Monke
             seen.add(name)
             return super().get(name, default)
 
-    monkeypatch.setattr(chat_completions, "with_one_limit", lambda body, name: Body(body))
+    monkeypatch.setattr(chat_completions, "with_one_token_limit", lambda body, name: Body(body))
     body: dict[str, Any] = {"messages": MESSAGES}
     chat_completions.read_chat(body, served.service.settings)
     assert chat_completions.CHAT_FIELDS.keys() - seen - PASSED_OVER == {"max_completion_tokens"}

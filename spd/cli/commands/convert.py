@@ -142,7 +142,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
       spd quantize Qwen/Qwen3-8B qwen3-8b-int4
     """
     from spd.formats.folder import ModelFolder
-    from spd.formats.side_files import copy_side_files, side_files
+    from spd.formats.side_files import copy_side_files, find_side_files
     from spd.runtime import int4_checkpoint_tensors, int4_tensor_names, quantization_config
 
     if options.destination is None:
@@ -151,7 +151,7 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     source.require_folder("spd quantize")
     destination = options.destination.expanduser()
     check_new_folder(destination)
-    extra_files, notes = side_files(source.path, excluded=(CONFIG_FILE,))
+    extra_files, notes = find_side_files(source.path, excluded=(CONFIG_FILE,))
     for note in notes:
         session.console.note(note)
     with source.checkpoint as checkpoint:

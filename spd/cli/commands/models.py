@@ -27,7 +27,7 @@ from spd.cli.terminal.streams import is_terminal
 from spd.cli.terminal.tables import table_lines
 from spd.errors import NotFoundError, ResourceError, SpdError, UsageError
 from spd.formats import hub
-from spd.formats.private_texts import find_texts
+from spd.formats.private_texts import find_text_files
 from spd.formats.stores import HUB
 from spd.runtime.plan.config import format_size
 
@@ -249,7 +249,7 @@ def rm(session: Session, options: RemoveOptions) -> None:
     # The model of a file of options is meant for running, not for removal.
     model = options.model if "model" in options.typed else ""
     for name in dict.fromkeys(merge_model_arguments(options.names, model)):
-        if files := find_texts(Path(name)):
+        if files := find_text_files(Path(name)):
             texts[name] = files
             continue
         _refuse_unremovable(name)

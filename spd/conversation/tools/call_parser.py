@@ -14,7 +14,7 @@ from spd.conversation.tools.call_readers import (
     SEPARATORS,
     Calls,
     loose_pattern,
-    next_call,
+    next_call_position,
     read_calls,
 )
 from spd.runtime.engine.request import partial_match_length
@@ -216,7 +216,7 @@ class CallParser:
         section = self._text[: stop.start()] if stop else self._text
         following = None
         if shares_marks and not never:
-            following = next_call(section, self._form, self._functions)
+            following = next_call_position(section, self._form, self._functions)
         if following is not None:
             self._append_broken_call(section[:following])
             self._text = self._text[following:]

@@ -34,6 +34,7 @@ No calls for a text that cannot become one.
 """
 
 SEPARATORS = r"[\s,;\[]*"
+"""A pattern of what may stand before a call."""
 
 
 class Reader(Protocol):
@@ -58,11 +59,11 @@ def read_calls(
     return READERS[style](text, form, schemas, is_exact=is_exact)
 
 
-def next_call(text: str, form: Form, schemas: Schemas) -> int | None:
+def next_call_position(text: str, form: Form, schemas: Schemas) -> int | None:
     """Return the position of the first complete call behind the beginning of a text; None for
     none.
     """
-    for candidate in _beginnings(form, schemas).finditer(text, 1):
+    for candidate in _call_beginnings(form, schemas).finditer(text, 1):
         result = read_calls(text[candidate.start() :], form, schemas)
         calls = result[0] if isinstance(result, tuple) else ()
         if calls and (form.call[0] != "{" or all(call[0] in schemas for call in calls)):
@@ -70,7 +71,7 @@ def next_call(text: str, form: Form, schemas: Schemas) -> int | None:
     return None
 
 
-def _beginnings(form: Form, schemas: Schemas) -> re.Pattern[str]:
+def _call_beginnings(form: Form, schemas: Schemas) -> re.Pattern[str]:
     """Return the pattern of a call's beginning where calls share their marks."""
     begin = form.call.partition("NAME")[0].strip()
     if begin.startswith("<"):
@@ -132,7 +133,7 @@ class _Tags(NamedTuple):
 
 
 @lru_cache
-def _tags(form: Form) -> _Tags:
+def _tag_patterns(form: Form) -> _Tags:
     """Return the patterns of a form, compiled once."""
     pair = form.pairs.text if form.pairs else ""
     head, tail = map(loose_pattern, form.call.split("ARGUMENTS"))
@@ -155,7 +156,7 @@ def _tags(form: Form) -> _Tags:
 
 def _read_tags(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> CallsAndEnd | bool:
     """Read calls of keys and values between tags: a value ends before a key or the call's end."""
-    tags = _tags(form)
+    tags = _tag_patterns(form)
     head = tags.head.match(text)
     if head is None:
         return False
@@ -218,7 +219,7 @@ _RAW_CHARACTERS = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
 
 
 def _read_python(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> CallsAndEnd | bool:
-    """Read calls of Python, one or a list of them; values may be JSON, too."""
+    """Read calls of Python, one or a list of them, as `Reader` does; values may be JSON, too."""
     if re.match(rf"{SEPARATORS}{NAME}\(", text) is None:
         return True if re.fullmatch(rf"{SEPARATORS}{NAME}?\s*", text) else ((), 0)
     if form.is_array and not text.lstrip().startswith("["):
@@ -230,13 +231,13 @@ def _read_python(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> 
             return _python_calls(source), match.end()
         with suppress(*_PARSE_ERRORS):
             if is_complete:
-                end = _argument_end(schemas if is_exact else {})
+                end = _argument_end_pattern(schemas if is_exact else {})
                 return _python_calls(_with_inner_quotes(source, end)), match.end()
     return True
 
 
 def _read_first_python_call(text: str) -> CallsAndEnd | bool:
-    """Read the first call of a list of which a later one is broken."""
+    """Return the first call of a list of which a later one is broken; False if it is incomplete."""
     depth = 0
     for part in re.finditer(rf"{_TEXT}|[()]", text, re.DOTALL):
         depth += (part[0] == "(") - (part[0] == ")")
@@ -247,7 +248,7 @@ def _read_first_python_call(text: str) -> CallsAndEnd | bool:
     return False
 
 
-def _argument_end(schemas: Schemas) -> str:
+def _argument_end_pattern(schemas: Schemas) -> str:
     """Return the pattern of the text behind a text that is a complete argument.
 
     That is the next argument, or the call's end. Functions without free keys have no other
@@ -258,12 +259,12 @@ def _argument_end(schemas: Schemas) -> str:
     is_open = any(
         shape.free for function_arguments in arguments for shape in function_arguments.shapes
     )
-    key = _any_word(names) if schemas and not is_open else WORD
-    function = _any_word(schemas) if schemas else WORD
+    key = _any_word_pattern(names) if schemas and not is_open else WORD
+    function = _any_word_pattern(schemas) if schemas else WORD
     return rf"(?=\s*(?:,\s*{key}\s*=(?!=)|\)\s*(?:\]?\s*\Z|,\s*{function}\()))"
 
 
-def _any_word(words: Iterable[str]) -> str:
+def _any_word_pattern(words: Iterable[str]) -> str:
     """Return the pattern of one of these words; one that never matches if there are none."""
     return f"(?:{'|'.join(map(re.escape, words)) or '(?!)'})"
 
@@ -316,10 +317,12 @@ class _JsonInPython(ast.NodeTransformer):
     """Replaces JSON's words by Python's, and each set, which JSON has not, by a list."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the constant that a word of JSON stands for; another name as it is."""
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
 
     def visit_Set(self, node: ast.Set) -> ast.List:
+        """Return a list of a set's elements."""
         return ast.List([self.visit(element) for element in node.elts], ast.Load())
 
 

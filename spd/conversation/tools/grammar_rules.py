@@ -36,13 +36,17 @@ class GrammarRules:
         """Each rule as Lark writes it."""
 
     def rule(self, kind: str, expression: str, options: str = "") -> str:
-        """Return the name of the rule with an expression; a capital letter makes it a terminal."""
-        return self.recursive(kind, f"{options} {expression}", lambda: expression, options)
+        """Return the name of the rule with an expression, which is added if it is new.
 
-    def recursive(
+        kind: the beginning of its name; a capital letter makes it a terminal. options: what Lark
+        has between name and colon.
+        """
+        return self.recursive_rule(kind, f"{options} {expression}", lambda: expression, options)
+
+    def recursive_rule(
         self, kind: str, key: str, expression: Callable[[], str], options: str = ""
     ) -> str:
-        """Return the name of the rule with a key, whose expression may refer to it."""
+        """Return the name of the rule with a key, added if it is new; it may refer to itself."""
         name = self._names.get((kind, key))
         if name is None:
             name = f"{kind}_{len(self._names)}"
@@ -50,8 +54,8 @@ class GrammarRules:
             self.lines.append(f"{name}{options}: {expression()}")
         return name
 
-    def pending(self, kind: str, key: str, expression: Callable[[], str]) -> str:
-        """Return the name of the rule with a key, whose expression `finish` writes.
+    def pending_rule(self, kind: str, key: str, expression: Callable[[], str]) -> str:
+        """Return the name of the rule with a key, whose expression `finish_pending` writes.
 
         Chains of such rules may be longer than Python's stack.
         """
@@ -62,8 +66,8 @@ class GrammarRules:
             self._pending.append((name, expression))
         return name
 
-    def finish(self) -> None:
-        """Write the rules that are pending."""
+    def finish_pending(self) -> None:
+        """Append the rules that are pending to `lines`, and those that they need."""
         while self._pending:
             name, expression = self._pending.pop()
             self.lines.append(f"{name}: {expression()}")

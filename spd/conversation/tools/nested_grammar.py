@@ -9,7 +9,7 @@ from spd.conversation.tools.pair_grammar import PairGrammar
 from spd.conversation.tools.schema_arguments import Argument, ArrayShape
 from spd.runtime import Json, JsonObject, usable_schema
 
-SCALARS = frozenset(["number", "boolean", "null"])
+SCALAR_KINDS = frozenset(["number", "boolean", "null"])
 MAX_RULES = 20_000
 """Rules of a grammar: beyond it nested values are JSON.
 
@@ -36,11 +36,14 @@ class NestedGrammar(PairGrammar):
         return f"{self.marks(before)} {self.nested(argument)} {self.marks(behind)}"
 
     def nested(self, argument: Argument) -> str:
-        """Return the rule of a value, which may refer to itself."""
+        """Return the name of the rule of a value, which may refer to itself.
+
+        JSON for too many rules.
+        """
         if len(self.rules.lines) > MAX_RULES:
             return self.json(argument.schema)
         key = json.dumps(argument.schema)
-        return self.rules.recursive("nested", key, lambda: self.alternatives(argument))
+        return self.rules.recursive_rule("nested", key, lambda: self.alternatives(argument))
 
     def alternatives(self, argument: Argument) -> str:
         """Return the expression of a value, with an alternative for each of its types."""
@@ -49,7 +52,7 @@ class NestedGrammar(PairGrammar):
 
     def non_texts_of(self, argument: Argument) -> list[str]:
         """Return the expressions of a value that is no text."""
-        in_json = argument.kinds & SCALARS
+        in_json = argument.kinds & SCALAR_KINDS
         if argument.is_irregular:
             in_json = argument.kinds - {"string"}
         scalars: list[str] = []

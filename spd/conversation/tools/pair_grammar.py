@@ -176,7 +176,7 @@ class PairGrammar:
         return [f'"{word}"' for word, value in words if argument.fits(value)]
 
     def json(self, schema: Json) -> str:
-        """Return the rule of a value in JSON."""
+        """Return the name of the rule of a value in JSON that fits a schema."""
         if isinstance(schema, dict):
             schema = styled(schema, is_loose=self.is_loose)
         return self.rules.rule("json", lark_json(schema))

@@ -69,7 +69,7 @@ class PythonCalls:
     def expression(self) -> str:
         """Return the expression of all calls behind the opening mark. Raises UsageError."""
         calls = f'"[" GAP {self._any_call()}'
-        self._rules.finish()
+        self._rules.finish_pending()
         return calls
 
     def _any_call(self) -> str:
@@ -83,7 +83,7 @@ class PythonCalls:
 
     def _arguments(self, name: str) -> str:
         """Return the rule of a call behind its head, and of all behind it."""
-        return self._rules.pending("p", name, lambda: self._alternatives(name))
+        return self._rules.pending_rule("p", name, lambda: self._alternatives(name))
 
     def _alternatives(self, name: str) -> str:
         """Return the expression of the alternatives of a function's arguments, and of all behind
@@ -97,7 +97,9 @@ class PythonCalls:
     def _behind(self, place: _Position, before: Preceding) -> str:
         """Return the rule of all that follows at a position."""
         key = repr((place, before))
-        return self._rules.pending("p", key, lambda: " | ".join(self._following(place, before)))
+        return self._rules.pending_rule(
+            "p", key, lambda: " | ".join(self._following(place, before))
+        )
 
     def _following(self, place: _Position, before: Preceding) -> list[str]:
         """Return the alternatives of all that follows at a position."""
@@ -109,7 +111,7 @@ class PythonCalls:
                 for free_keys in shape.free
             )
             free = [self._pair(key, argument, place, before) for key, argument in keys]
-            return [*free, self._rules.pending("p", repr(before), lambda: self._end(before))]
+            return [*free, self._rules.pending_rule("p", repr(before), lambda: self._end(before))]
         name = names[place.key]
         following = place._replace(key=place.key + 1)
         pair = self._pair(as_json(name), shape.listed[name], following, before)
@@ -122,7 +124,7 @@ class PythonCalls:
         if key.startswith('"'):
             mark = as_json(f"{comma}{json.loads(key)}{self._equals}")
         value_key = repr((argument.schema, following))
-        value = self._rules.pending("p", value_key, lambda: self._value(argument, following))
+        value = self._rules.pending_rule("p", value_key, lambda: self._value(argument, following))
         return f"{self._ended_by(mark, before)} {value}"
 
     def _ended_by(self, mark: str, before: Preceding) -> str:

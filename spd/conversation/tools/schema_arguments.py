@@ -127,7 +127,7 @@ class Argument:
         and objects of Python if the form writes such `literals`. If it does not, they count where
         the value cannot be a text, and objects where it may be anything.
         """
-        value = _parsed(text)
+        value = _parsed_json(text)
         is_json = value is not _NO_JSON
         if is_json and not isinstance(value, str) and self.fits(value):
             return text
@@ -160,16 +160,17 @@ _NO_JSON: JsonObject = {}
 """Stands for a text that is no JSON."""
 
 
-def _parsed(text: str) -> Json:
+def _parsed_json(text: str) -> Json:
     """Return the value of a JSON text; `_NO_JSON` for a text that is no JSON."""
     try:
-        value: Json = json.loads(text, parse_constant=_no_constant)
+        value: Json = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return _NO_JSON
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN or an infinity."""
     raise ValueError(f"{name} is no JSON")
 
 
@@ -280,15 +281,15 @@ def _free_keys(reader: SchemaReader, members: Members) -> list[FreeKeys]:
 def _array_shape(reader: SchemaReader, members: Members) -> ArrayShape | None:
     """Return the list that schemas allow together; None if no list fits."""
     items = Argument(reader, all_of(member.get("items", True) for member in members))
-    min_items = max([0, *_bounds(members, "minItems")])
-    max_items = min(_bounds(members, "maxItems"), default=None)
+    min_items = max([0, *_integer_bounds(members, "minItems")])
+    max_items = min(_integer_bounds(members, "maxItems"), default=None)
     if not items.kinds:
         max_items = 0
     is_empty = max_items is not None and max_items < min_items
     return None if is_empty else ArrayShape(items, min_items, max_items)
 
 
-def _bounds(members: Members, keyword: str) -> list[int]:
+def _integer_bounds(members: Members, keyword: str) -> list[int]:
     """Return the values of a keyword that are whole numbers."""
     values = (member.get(keyword) for member in members)
     return [value for value in values if isinstance(value, int)]

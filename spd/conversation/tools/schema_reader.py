@@ -26,7 +26,8 @@ KEYWORDS_OF = {
 UNIONS = ("anyOf", "oneOf")
 COMBINERS = ("$ref", "allOf", *UNIONS)
 OBJECT_KEYWORDS = KEYWORDS_OF["object"]
-PREFIX = "#/$defs/"
+DEFINITIONS_PREFIX = "#/$defs/"
+"""The beginning of references to a schema's own definitions."""
 MAX_STEPS = 1_000_000
 """Steps of matching keys with patterns for one schema; beyond it no pattern matches a key."""
 Members = list[JsonObject]
@@ -143,7 +144,7 @@ class SchemaReader:
         """True if a value is of a type and among the values that a schema names."""
         if not isinstance(node, dict):
             return node is not False
-        if _kind(value) not in _named_kinds(node) or not _is_listed(node, value):
+        if _json_kind(value) not in _named_kinds(node) or not _is_listed(node, value):
             return False
         return all(
             any(self.fits(branch, value, inner) for branch, inner in branches)
@@ -184,16 +185,18 @@ class SchemaReader:
         for key in COMBINERS:
             value = node.get(key)
             if key == "$ref" and isinstance(value, str):
-                yield [] if value in active else [(self._target(value), active | {value})]
+                yield (
+                    [] if value in active else [(self._referenced_schema(value), active | {value})]
+                )
             elif key == "allOf" and isinstance(value, list):
                 yield from ([(branch, active)] for branch in value)
             elif isinstance(value, list):
                 yield [(branch, active) for branch in value]
 
-    def _target(self, reference: str) -> Json:
+    def _referenced_schema(self, reference: str) -> Json:
         """Return the schema that a reference names; one of any value if it is unknown."""
-        name = reference.removeprefix(PREFIX)
-        is_known = reference.startswith(PREFIX) and name in self._definitions
+        name = reference.removeprefix(DEFINITIONS_PREFIX)
+        is_known = reference.startswith(DEFINITIONS_PREFIX) and name in self._definitions
         return self._definitions[name] if is_known else True
 
     def _union(self, alternatives: Sequence[Members]) -> Members:
@@ -241,7 +244,7 @@ def _named_kinds(node: JsonObject) -> frozenset[str]:
         return frozenset("number" if name == "integer" else name for name in names) & KINDS
     values = listed_values(node)
     if values is not None:
-        return frozenset(map(_kind, values))
+        return frozenset(map(_json_kind, values))
     if not any(key in node for key in COMBINERS):
         for kind, keywords in KEYWORDS_OF.items():
             if any(key in node for key in keywords):
@@ -262,8 +265,8 @@ def _is_listed(node: JsonObject, value: Json) -> bool:
     one.
     """
     values = listed_values(node)
-    if values is not None and (_kind(value), value) not in [
-        (_kind(listed_value), listed_value) for listed_value in values
+    if values is not None and (_json_kind(value), value) not in [
+        (_json_kind(listed_value), listed_value) for listed_value in values
     ]:
         return False
     types = node.get("type")
@@ -276,7 +279,7 @@ def as_list(types: Json) -> list[Json]:
     return types if isinstance(types, list) else [types]
 
 
-def _kind(value: Json) -> str:
+def _json_kind(value: Json) -> str:
     """Return the type of a JSON value."""
     if value is None:
         return "null"
@@ -334,7 +337,10 @@ def required_names(members: Members) -> set[str]:
 
 
 def is_found(pattern: str, text: str, budget: StepBudget) -> bool:
-    """True if a pattern is found in a text; False, too, for one that cannot be matched in time."""
+    """True if a pattern matches anywhere in a text; False, too, if it cannot be matched in time.
+
+    Spends steps of the budget.
+    """
     try:
         budget.spend(1 + len(pattern))
         return _search(pattern).matches(Subject(text, budget))

@@ -31,7 +31,7 @@ from spd.formats.gguf.vocabulary import (
     Vocabulary,
 )
 from spd.formats.json_file import display_text
-from spd.formats.tokenizer import Tokenizer, check_content, convert_library_errors
+from spd.formats.tokenizer import Tokenizer, check_tokenizer_content, convert_library_errors
 from spd.formats.tokenizer_config import TokenizerConfig
 
 SPACE = "\u2581"
@@ -73,7 +73,7 @@ def open_tokenizer(
     added = [number for number in _added_ids(vocab) if texts[number]]
     where = str(file.path)
     added_tokens = [{"content": texts[number]} for number in added]
-    highest = check_content(
+    highest = check_tokenizer_content(
         where, {**sections, "model": {"vocab": ids}, "added_tokens": added_tokens}, 0
     )
     is_scored = vocab.kind == SENTENCE_PIECE

@@ -35,7 +35,7 @@ class TextMemory:
             if tokenizer is None:
                 raise IncompatibleError("--lookup needs a tokenizer, and the model has none")
             self._file = PrivateTexts(folder, tokenizer.fingerprint, self._limit)
-            for text in self._file.read():
+            for text in self._file.read_texts():
                 queue.remember_text(text)
 
     def add_sequence(self, sequence: Sequence) -> None:
@@ -51,7 +51,7 @@ class TextMemory:
         self._queue.remember_text(text)
         if self._file is not None:
             try:
-                self._file.add(text)
+                self._file.append_text(text)
             except SpdError as error:  # A full disk, say: the reply goes on.
                 logger.warning("--lookup keeps no more texts: %s", error)
                 self._file = None
