@@ -38,7 +38,7 @@ from spd.formats.names import (
     TOKENIZER_FILE,
     WEIGHTS_FILE,
 )
-from spd.formats.quantized import CONFIG_FILES as QUANTIZATION_FILES
+from spd.formats.quantized import QUANTIZATION_FILES
 
 SMALL_FILES = {
     CONFIG_FILE,

@@ -29,10 +29,10 @@ from spd.conversation.tool_choice import (
     response_format_grammar,
 )
 from spd.server.api_request import (
-    SPECULATIVE,
     ChatRequest,
     Generation,
     chat_generation,
+    check_speculative,
     shared_fields,
 )
 from spd.server.errors import ApiError
@@ -98,7 +98,7 @@ REFUSED = frozenset(
 """Fields of this API, and of the others, that are refused by name."""
 MESSAGES_FIELDS = {
     **SAMPLING_FIELDS,
-    "speculative": SPECULATIVE,
+    "speculative": check_speculative,
     "model": TEXT,
     "messages": array_of(open_object(MESSAGE, *MESSAGE), 100_000),
     "system": read.content_blocks({"text": _text}),

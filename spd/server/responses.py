@@ -29,10 +29,10 @@ from spd.conversation.tool_choice import (
 )
 from spd.runtime.round.sampling_params import MAX_LOGPROBS
 from spd.server.api_request import (
-    SPECULATIVE,
     ChatRequest,
     Generation,
     chat_generation,
+    check_speculative,
     shared_fields,
     with_one_token_limit,
 )
@@ -124,7 +124,7 @@ def _truncation(value: Json, name: str) -> str:
 
 RESPONSE_FIELDS = {
     **SAMPLING_FIELDS,
-    "speculative": SPECULATIVE,
+    "speculative": check_speculative,
     "max_output_tokens": SAMPLING_FIELDS["max_tokens"],
     "include": read.array_of(read.one_of(*INCLUDABLE), 32),
     "top_logprobs": integer(0, MAX_LOGPROBS),

@@ -408,13 +408,13 @@ LONG_TEXT = "word " * 1_000_000
 @pytest.mark.parametrize("how", [["--raw"], ["-s", LONG_TEXT]])
 def test_what_is_far_too_long_is_refused_unread(how, spd_run, model, monkeypatch) -> None:
     seen = list[int]()
-    encode = Tokenizer._encode
+    encode = Tokenizer._encode_text
 
     def counted(self: Tokenizer, text: str, parse_special: bool) -> list[int]:
         seen.append(len(text))
         return encode(self, text, parse_special)
 
-    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    monkeypatch.setattr(Tokenizer, "_encode_text", counted)
     ran = spd_run("generate", "-m", model, how, stdin=LONG_TEXT.encode())
     assert_refused(ran, 4, "characters, far more than 128 tokens", "a shorter prompt")
     assert f"{len(LONG_TEXT) // 1000:,}" in ran.err or "-s" in how

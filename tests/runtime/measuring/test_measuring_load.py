@@ -195,13 +195,13 @@ def test_prompts_and_lengths_that_are_far_too_long_are_not_encoded(
 ) -> None:
     """Nor are long prompts that may be cut, or the texts that fill up a short one."""
     sizes = list[int]()
-    encode = Tokenizer._encode
+    encode = Tokenizer._encode_text
 
     def watched(self: Tokenizer, text: str, special: bool) -> Any:
         sizes.append(len(text))
         return encode(self, text, special)
 
-    monkeypatch.setattr(Tokenizer, "_encode", watched)
+    monkeypatch.setattr(Tokenizer, "_encode_text", watched)
     folder = tiny("qwen3")
     long = Prompt("a/1", "a", "word " * 200_000)
     short = Prompt("a/2", "a", "hi")
