@@ -32,7 +32,7 @@ from spd.cli.commands.serve import ServeOptions
 from spd.cli.run_settings import plan_settings
 from spd.runtime import Engine
 from spd.runtime.engine.driver import EngineThread
-from spd.server.run import Server, listen
+from spd.server.run import Server, open_listener
 from spd.server.service import Service
 
 SCHEMA = "spd.benchmarks.serve_equality/1"
@@ -73,7 +73,7 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
     )
     thread.start()
     service = Service(settings, [options.model], thread)
-    listener = listen("127.0.0.1", 0)
+    listener = open_listener("127.0.0.1", 0)
     server = Server(service, options.to_server_options(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
@@ -82,7 +82,7 @@ def serving(options: ServeOptions, pages: int | None = None) -> Iterator[tuple[S
             time.sleep(0.01)
         yield service, listener.getsockname()[1]
     finally:
-        server.drain()
+        server.start_draining()
         loop.join(30)
         thread.close(30)
 

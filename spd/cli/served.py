@@ -18,7 +18,7 @@ from spd.errors import NotFoundError
 from spd.formats.hub import resolve_model
 from spd.runtime.plan.config import format_size
 from spd.server.client import ServedEngine, find_servers
-from spd.server.wire import identity, runtime_folder
+from spd.server.wire import engine_identity, make_runtime_folder
 
 if TYPE_CHECKING:
     from spd.cli.options import ReplyOptions
@@ -99,7 +99,7 @@ def start_detached(session: Session, model: str) -> int:
     """
     import subprocess
 
-    folder = runtime_folder(session.runtime_folder)
+    folder = make_runtime_folder(session.runtime_folder)
     command = [sys.executable, "-m", "spd", *(word for word in sys.argv[1:] if word != "--detach")]
     path = folder / f"serve-{os.getpid()}.log"
     with path.open("wb") as log, loading(f"starting {model}", session.console):
@@ -141,7 +141,7 @@ def served_engine(session: Session, options: ReplyOptions, slots: int = 1) -> Se
                 resolve_model(options.draft_model)  # Raises where it is not there.
         except NotFoundError:
             return None  # no server has a model that is not there
-        requested_identity = identity(engine_config(options, model))
+        requested_identity = engine_identity(engine_config(options, model))
         differing_fields = [
             name
             for name, value in server_info["made_of"].items()

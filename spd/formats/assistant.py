@@ -21,9 +21,10 @@ from pathlib import Path
 from spd.formats.json_file import Fields
 from spd.formats.names import GENERATION_FILE
 
-ARCHITECTURE = "Gemma4AssistantForCausalLM"
+ASSISTANT_ARCHITECTURE = "Gemma4AssistantForCausalLM"
+"""The architecture that stands for all assistants."""
 ARCHITECTURES = {
-    ARCHITECTURE: "gemma4_assistant",
+    ASSISTANT_ARCHITECTURE: "gemma4_assistant",
     "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
 }
 """Model types by architecture."""
@@ -43,7 +44,7 @@ class AssistantConfig:
 
 
 def suppressed_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that an assistant does not draft, from its generation_config.json."""
+    """Read the ids that an assistant does not draft from its generation_config.json."""
     path = folder / GENERATION_FILE
     return Fields.read(path).token_ids("suppress_tokens", vocab_size) if path.exists() else ()
 

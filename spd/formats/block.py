@@ -48,14 +48,14 @@ from dataclasses import dataclass, replace
 from spd.errors import CheckpointError
 from spd.formats.json_file import Fields, display_text
 
-ARCHITECTURE = "DFlashDraftModel"
-KINDS = {ARCHITECTURE: "dflash", "DFlash2DraftModel": "dflash2"}
+BLOCK_ARCHITECTURE = "DFlashDraftModel"
+KINDS = {BLOCK_ARCHITECTURE: "dflash", "DFlash2DraftModel": "dflash2"}
 """Kinds by the architectures that their authors' files name."""
 MODEL_TYPES = ("dflash", "dflash2", "dspark")
 """Kinds by speculators_model_type."""
 UNSUPPORTED_MODEL_TYPES = ("peagle", "xpress")
 """Values of speculators_model_type of drafters that are not supported."""
-NAMES = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
+KIND_NAMES = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
 """The names of kinds in messages."""
 SELECTOR_DEFAULTS = {
     "conv_kernel_size": 2,
@@ -80,8 +80,10 @@ QWEN3_DEFAULTS = {
 MAX_BLOCK = 32
 """Rows of a block at most: those of one tile."""
 MAX_AUX_LAYERS = 16
+"""Streams that a drafter may read."""
 LAYER_PREFIX = "layers.{}."
 CONTEXT_NORM = "hidden_norm.weight"
+"""The norm behind `fc`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class BlockConfig:
     @property
     def name(self) -> str:
         """Return the kind's name in messages."""
-        return NAMES[self.kind]
+        return KIND_NAMES[self.kind]
 
     @property
     def max_drafts(self) -> int:
@@ -214,10 +216,10 @@ def _read_authors_dialect(fields: Fields, kind: str) -> tuple[BlockConfig, Field
         low = 1e-6 if default else 0.0
         return source(key).number(key, low, 1e6, default)
 
-    fields = _fill_in_defaults(fields)
+    fields = _with_defaults(fields)
     target_layers = fields.optional_integer("num_target_layers", 1, 1024)
     layers = source("target_layer_ids")
-    counts = tuple(layer + 1 for layer in _read_layers(layers, "target_layer_ids"))
+    counts = tuple(layer + 1 for layer in _read_layer_numbers(layers, "target_layer_ids"))
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     is_causal = None
     if "is_causal" in fields:
@@ -250,6 +252,7 @@ def _with_selector(
     """
 
     def integer(key: str, high: int) -> int:
+        """Return a number from 1 to `high`."""
         return source(key).integer(key, 1, high, defaults.get(key))
 
     hidden_size = config.target_hidden_size
@@ -270,7 +273,7 @@ def _read_speculators_dialect(fields: Fields, kind: str) -> tuple[BlockConfig, F
     layer = fields.nested("transformer_layer_config")
     layer.refuse_unsupported_values({"model_type": ("qwen3", "llama")})
     if layer.get("model_type") != "llama":
-        layer = _fill_in_defaults(layer)
+        layer = _with_defaults(layer)
     vocab_size = layer.integer("vocab_size", 1, 1 << 24)
     hidden_size = layer.integer("hidden_size", 1, 1 << 20)
     is_dspark = kind == "dspark"
@@ -282,7 +285,7 @@ def _read_speculators_dialect(fields: Fields, kind: str) -> tuple[BlockConfig, F
         kind=kind,
         block_size=fields.integer("block_size", 2, MAX_BLOCK, 8),
         mask_token_id=fields.integer("mask_token_id", 0, vocab_size - 1),
-        configured_layers=tuple(_read_layers(fields, "aux_hidden_state_layer_ids")),
+        configured_layers=tuple(_read_layer_numbers(fields, "aux_hidden_state_layer_ids")),
         target_hidden_size=fields.optional_integer("target_hidden_size", 1, 1 << 20) or hidden_size,
         target_layers=None,
         draft_vocab_size=fields.integer("draft_vocab_size", 1, vocab_size, min(32000, vocab_size)),
@@ -307,8 +310,8 @@ def _read_speculators_dialect(fields: Fields, kind: str) -> tuple[BlockConfig, F
     return config, _qwen3_fields(layer.with_values(dtype))
 
 
-def _read_layers(fields: Fields, key: str) -> list[int]:
-    """Return a list of different layers."""
+def _read_layer_numbers(fields: Fields, key: str) -> list[int]:
+    """Return a list of different layers' numbers."""
     reason = "is missing: it names the target's layers that the drafter reads, which vary"
     fields.require(bool(fields.get(key)), key, reason)
     layers = fields.integers(key, 0, 1024)
@@ -320,7 +323,7 @@ def _read_layers(fields: Fields, key: str) -> list[int]:
     return layers
 
 
-def _fill_in_defaults(fields: Fields) -> Fields:
+def _with_defaults(fields: Fields) -> Fields:
     """Return a Qwen3's configuration with the values that transformers leaves out."""
     values = {key: value for key, value in QWEN3_DEFAULTS.items() if key not in fields}
     return fields.with_values(values)

@@ -15,6 +15,7 @@ MAX_PERIOD = 1024
 MAX_RANK = 1 << 16
 MAX_EXPERTS = 1 << 14
 MAX_WIDTH = 1 << 20
+"""Greatest numbers in a file: of positions, layers, heads and ranks, experts, and elements."""
 MAX_TAPS = 16
 """Inputs of a convolution that the C kernels have room for."""
 MAX_DELTA_DIM = 256
@@ -80,6 +81,7 @@ class LatentConfig:
     """Elements of a head behind them that rotate; of keys one part serves all heads."""
     value_dim: int = field(metadata=json_key("v_head_dim", 1, 1024))
     interleaved: bool = field(default=True, metadata=json_key("rope_interleave"))
+    """True if elements rotate in pairs (2i, 2i + 1)."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class DeltaConfig:
     key_dim: int = field(metadata=json_key("linear_key_head_dim", 1, MAX_DELTA_DIM))
     value_dim: int = field(metadata=json_key("linear_value_head_dim", 1, MAX_DELTA_DIM))
     layers: tuple[bool, ...]
+    """True for each layer of the model that is one of these."""
     interleaved: bool = False
     """True if projections are fused, key head by key head (Qwen3-Next)."""
     uses_delta_rule: bool = True
@@ -109,6 +112,7 @@ class ConvConfig:
     kernel: int = field(metadata=json_key("conv_L_cache", 2, MAX_TAPS))
     """Inputs of the convolution."""
     layers: tuple[bool, ...]
+    """True for each layer of the model that is one of these."""
 
 
 RecurrentConfig = DeltaConfig | ConvConfig
@@ -126,7 +130,9 @@ class RouterConfig:
     """
 
     per_token: int
+    """Experts that run for a token."""
     sigmoid: bool
+    """True: scores are the sigmoid; False: the softmax."""
     has_correction: bool
     normalised: bool = field(metadata=json_key("norm_topk_prob"))
     scale: float = field(default=1.0, metadata=json_key("routed_scaling_factor", 0.0, 1e6))

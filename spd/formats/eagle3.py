@@ -33,8 +33,13 @@ from dataclasses import dataclass, field
 from spd.errors import CheckpointError
 from spd.formats.json_file import Fields, display_text, json_key
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = (
+    EAGLE3_ARCHITECTURE,
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
 MODEL_TYPE = "eagle3"
 MAX_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"

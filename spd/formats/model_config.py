@@ -14,10 +14,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from spd.errors import CheckpointError
-from spd.formats.assistant import ARCHITECTURE as ASSISTANT
-from spd.formats.assistant import AssistantConfig, read_assistant
-from spd.formats.block import ARCHITECTURE as BLOCK
-from spd.formats.block import BlockConfig, read_block
+from spd.formats.assistant import ASSISTANT_ARCHITECTURE, AssistantConfig, read_assistant
+from spd.formats.block import BLOCK_ARCHITECTURE, BlockConfig, read_block
 from spd.formats.block_config import (
     MAX_POSITIONS,
     MAX_WIDTH,
@@ -29,8 +27,7 @@ from spd.formats.block_config import (
     Scales,
 )
 from spd.formats.common_keys import KEY_ALIASES, canonical_fields, refuse_unsupported
-from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
-from spd.formats.eagle3 import Eagle3Config, read_eagle3
+from spd.formats.eagle3 import EAGLE3_ARCHITECTURE, Eagle3Config, read_eagle3
 from spd.formats.experts_config import read_experts
 from spd.formats.family_keys import CAUSAL, FamilyKeys
 from spd.formats.json_file import Fields, display_text, json_key, list_folder
@@ -213,12 +210,14 @@ def _drafter_error(kind: str, folder: Path) -> CheckpointError:
 def model_config_of(fields: Fields) -> ModelConfig:
     """Return the configuration in a file's keys; of a model of images, the text's."""
     if eagle3 := read_eagle3(fields):
-        return replace(_decoder_config(eagle3[1]), architecture=EAGLE3, eagle3=eagle3[0])
+        return replace(
+            _decoder_config(eagle3[1]), architecture=EAGLE3_ARCHITECTURE, eagle3=eagle3[0]
+        )
     if block := read_block(fields):
         config = _decoder_config(block[1])
         return replace(
             config,
-            architecture=BLOCK,
+            architecture=BLOCK_ARCHITECTURE,
             block=block[0],
             logit_softcap=block[0].logit_softcap,
             scales=Scales(embedding=block[0].embedding_scale, logits=block[0].logit_scale),
@@ -227,7 +226,9 @@ def model_config_of(fields: Fields) -> ModelConfig:
         config = _decoder_config(assistant[1])
         assert config.gemma4 is not None
         gemma4 = replace(config.gemma4, num_shared_layers=config.num_layers)
-        return replace(config, architecture=ASSISTANT, assistant=assistant[0], gemma4=gemma4)
+        return replace(
+            config, architecture=ASSISTANT_ARCHITECTURE, assistant=assistant[0], gemma4=gemma4
+        )
     return _decoder_config(_text_fields(fields))
 
 

@@ -18,7 +18,7 @@ from spd.conversation.tools.call_grammar import Tools
 from spd.errors import UsageError
 from spd.runtime.engine.request import SEED_BITS, GrammarSpec
 from spd.runtime.plan.config import MAX_DRAFT
-from spd.server.errors import api_error
+from spd.server.errors import as_api_error
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -236,7 +236,7 @@ def sampling_params(
         return settings.params_with(**values)
     except UsageError as error:
         first = error.message.split()[0].rstrip(":")
-        raise api_error(error, param=first if first in values else None) from None
+        raise as_api_error(error, param=first if first in values else None) from None
 
 
 def _template_variables(chat: ChatRequest, template: ChatTemplate) -> dict[str, object]:

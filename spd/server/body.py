@@ -21,6 +21,7 @@ MAX_BODY_ITEMS = 1 << 20
 
 
 def _refuse_constant(name: str) -> NoReturn:
+    """Raise FieldError for NaN or an infinity."""
     refuse(name, "it is no number")
 
 
@@ -36,14 +37,14 @@ def parse_body(data: bytes) -> Json:
     return cast("Json", value)
 
 
-BODY_LIMIT = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 """Bytes of a body."""
 BODY_SECONDS = 60.0
 """Seconds in which a client has to send a body."""
 
 
 async def read_body(request: HttpRequest) -> Json:
-    """Return the value of a request's body.
+    """Receive a request's body and return its value.
 
     Raises ApiError for a body that is compressed, too large, too slow or no JSON.
     """
@@ -53,12 +54,12 @@ async def read_body(request: HttpRequest) -> Json:
         raise ApiError(415, message, code="unsupported_content_encoding", closes=True)
 
     async def read() -> bytes:
-        """Return the bytes of the body."""
+        """Receive the bytes of the body. Raises ApiError for too many."""
         data = bytearray()
         async for part in request.stream():
             data.extend(part)
-            if len(data) > BODY_LIMIT:
-                message = f"The body is larger than {BODY_LIMIT >> 20} MiB."
+            if len(data) > MAX_BODY_BYTES:
+                message = f"The body is larger than {MAX_BODY_BYTES >> 20} MiB."
                 raise ApiError(413, message, code="body_too_large")
         return bytes(data)
 

@@ -37,7 +37,7 @@ from spd.server.api_request import (
     with_one_token_limit,
 )
 from spd.server.errors import ApiError
-from spd.server.replies import Reply, sse
+from spd.server.replies import Reply, sse_event
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from spd.runtime.engine.request import TokenLogprob
 
 
-def _message(value: Json, name: str) -> dict[str, Any]:
-    """Return a message with text in `content`. Raises FieldError."""
+def _check_message(value: Json, name: str) -> dict[str, Any]:
+    """Return a message as templates read it, with text in `content`. Raises FieldError."""
     checked = _message_fields(value, name)
     message = {key: field for key, field in checked.items() if field or key == "content"}
     refusal = message.pop("refusal", "")
@@ -81,7 +81,7 @@ _tool = open_object(
 )
 CHAT_FIELDS = {
     **SHARED_FIELDS,
-    "messages": array_of(_message, 100_000),
+    "messages": array_of(_check_message, 100_000),
     "max_completion_tokens": integer(1, MAX_TOKENS),
     "logprobs": FLAG,
     "top_logprobs": integer(0, MAX_LOGPROBS),
@@ -95,7 +95,7 @@ CHAT_FIELDS = {
     "add_generation_prompt": FLAG,
 }
 """Fields of a body, and the check of each."""
-_chat = object_of(CHAT_FIELDS)
+_check_body = object_of(CHAT_FIELDS)
 
 
 def read_chat(value: Json, settings: Settings) -> Generation:
@@ -103,7 +103,7 @@ def read_chat(value: Json, settings: Settings) -> Generation:
 
     Raises FieldError and ApiError.
     """
-    body = with_one_token_limit(_chat(value, ""), "max_completion_tokens")
+    body = with_one_token_limit(_check_body(value, ""), "max_completion_tokens")
     shared = shared_fields(body)
     if body.get("top_logprobs") and not body.get("logprobs"):
         refuse("top_logprobs", "it needs `logprobs` to be true")
@@ -171,7 +171,7 @@ class ChatReply(Reply):
     kind = "chat.completion"
     prefix = "chatcmpl"
 
-    def _object(
+    def _completion_object(
         self, choices: Sequence[Mapping[str, object]], **extra_fields: object
     ) -> dict[str, object]:
         """Return a completion, or a chunk of it in a stream."""
@@ -184,15 +184,15 @@ class ChatReply(Reply):
         """True if the body sets an option of streams."""
         return bool(self._request.stream_options.get(name))
 
-    def _chunk(self, choice: ReplyBuilder, **fields: object) -> bytes:
-        """Return an event with the new fields of a choice."""
+    def _choice_chunk(self, choice: ReplyBuilder, **fields: object) -> bytes:
+        """Return a chunk of the stream with the new fields of a choice."""
         choice_fields = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         usage: dict[str, object] = {}
         if self._stream_option("continuous_usage_stats"):
             usage = {"usage": self._usage_so_far()}
         elif self._stream_option("include_usage"):
             usage = {"usage": None}
-        return sse(self._object([choice_fields], **usage))
+        return sse_event(self._completion_object([choice_fields], **usage))
 
     def _usage_so_far(self) -> dict[str, int]:
         """Return the tokens of all choices so far."""
@@ -201,9 +201,9 @@ class ChatReply(Reply):
         return {**usage, "total_tokens": total}
 
     def start_chunks(self, cached: int) -> Iterator[bytes]:
-        """Yield the first chunks of a stream."""
+        """Yield the first chunks of a stream: each choice's role; `cached` is not shown."""
         for choice in self._choices:
-            yield self._chunk(choice, delta={"role": "assistant", "content": ""})
+            yield self._choice_chunk(choice, delta={"role": "assistant", "content": ""})
 
     def event_chunks(
         self, choice: ReplyBuilder, event: Event, grown: Sequence[PartDelta]
@@ -213,10 +213,12 @@ class ChatReply(Reply):
         """
         added = self._delta_fields(choice, grown)
         if any(added.values()) or event.logprobs:
-            yield self._chunk(choice, logprobs=self._logprobs(choice, event.logprobs), **added)
+            yield self._choice_chunk(
+                choice, logprobs=self._logprobs(choice, event.logprobs), **added
+            )
         if event.finish_reason is not None:
             ended = {**self._delta_fields(choice, ()), **choice.notes_field}
-            yield self._chunk(choice, finish_reason=self._finish_reason(choice), **ended)
+            yield self._choice_chunk(choice, finish_reason=self._finish_reason(choice), **ended)
 
     def _delta_fields(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, object]:
         """Return the text and calls that an event added, as a field of the choice."""
@@ -234,19 +236,19 @@ class ChatReply(Reply):
         return {"delta": delta}
 
     def end_chunks(self) -> Iterator[bytes]:
-        """Yield the last chunks of a stream."""
+        """Yield the last chunks of a stream: usage if it is wanted, then `[DONE]`."""
         if self._stream_option("include_usage"):
-            yield sse(self._object([], **self._statistics()))
+            yield sse_event(self._completion_object([], **self._statistics()))
         yield b"data: [DONE]\n\n"
 
     def error_chunks(self, error: ApiError) -> Iterator[bytes]:
-        """Yield the chunks behind an error."""
-        yield sse(error.body)
+        """Yield the chunks of an error: its body, then `[DONE]`."""
+        yield sse_event(error.body)
         yield b"data: [DONE]\n\n"
 
     def full_body(self) -> dict[str, object]:
         """Return the body of a reply that is not streamed."""
-        return self._object(
+        return self._completion_object(
             [self._choice_fields(choice) for choice in self._choices], **self._statistics()
         )
 

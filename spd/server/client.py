@@ -23,7 +23,7 @@ from spd.runtime.engine.request import (
     Request,
     TokenLogprob,
 )
-from spd.server.wire import as_tuples, read_marks, read_request, runtime_folder
+from spd.server.wire import as_tuples, make_runtime_folder, read_marks, read_request
 
 if TYPE_CHECKING:
     from spd.conversation.prompt import Prompt
@@ -41,7 +41,7 @@ class JsonConnection:
     """A connection that carries lines of JSON."""
 
     def __init__(self, path: Path) -> None:
-        """Connect. Raises OSError."""
+        """Connect to the socket at a path. Raises OSError."""
         self._socket = socket.socket(socket.AF_UNIX)
         self._data = bytearray()
         self._socket.settimeout(ANSWER_SECONDS)
@@ -56,10 +56,10 @@ class JsonConnection:
             self._socket.settimeout(None)
             self._socket.sendall(line.encode() + b"\n")
         except OSError:
-            raise _server_ended() from None
+            raise _server_ended_error() from None
 
     def receive(self, seconds: float | None = None) -> dict[str, Any]:
-        """Return the next object; {} if none arrives in time.
+        """Return the next object; {} if none arrives within `seconds` (None: wait for ever).
 
         Raises the error with which the server refuses a request, and EngineError if it has ended.
         """
@@ -67,13 +67,13 @@ class JsonConnection:
         try:
             while (end := self._data.find(b"\n")) < 0:
                 if not (chunk := self._socket.recv(1 << 20)):
-                    raise _server_ended()
+                    raise _server_ended_error()
                 self._data += chunk
             message: dict[str, Any] = json.loads(self._data[:end])
         except (TimeoutError, BlockingIOError):
             return {}
         except (OSError, ValueError):
-            raise _server_ended() from None
+            raise _server_ended_error() from None
         del self._data[: end + 1]
         if name := message.pop("refused", None):
             raise getattr(errors, name, SpdError)(message.pop("message"), **message)
@@ -84,7 +84,8 @@ class JsonConnection:
         self._socket.close()
 
 
-def _server_ended() -> EngineError:
+def _server_ended_error() -> EngineError:
+    """Return the error for a connection that the server has closed."""
     return EngineError(
         "the server has ended", fix=["run it again; in a chat, /model NAME", "--no-server"]
     )
@@ -95,11 +96,12 @@ def find_servers(
 ) -> Iterator[tuple[JsonConnection, dict[str, Any]]]:
     """Yield a connection to each server of a folder of sockets, and its status.
 
-    note: called with a message about a server that does not answer.
+    Removes the sockets of servers that have ended. note: called with a message about a server that
+    does not answer. Raises ResourceError for a folder that others can access.
     """
     if not os.path.lexists(folder):
         return
-    for path in sorted(runtime_folder(folder).glob("*.sock")):
+    for path in sorted(make_runtime_folder(folder).glob("*.sock")):
         try:
             connection = JsonConnection(path)
             connection.send(do="status")
@@ -174,7 +176,10 @@ class ServedEngine(EngineClient):
         )
 
     def add(self, request: Request) -> None:
-        """Begin a request. Raises the error with which the server refuses it."""
+        """Send a request and wait until it is accepted.
+
+        Raises the error with which the server refuses it.
+        """
         self._connection.send(do="add", request=request)
         while self._store_event(self._connection.receive()):
             pass
@@ -211,7 +216,7 @@ class ServedEngine(EngineClient):
         return events
 
     def _store_event(self, message: dict[str, Any]) -> bool:
-        """Store the event of a message; return False if the message has none."""
+        """Store the event of a message, and of a last one the metrics; False without an event."""
         if "event" not in message:
             return False
         name, ids, text, reason, drafted, logprobs, error = as_tuples(message["event"])

@@ -40,17 +40,18 @@ if TYPE_CHECKING:
     from spd.server.service import Service
 
 MAX_PROMPTS = 128
-DEFAULT_TOKENS = 16
+"""Prompts of one request."""
+DEFAULT_MAX_TOKENS = 16
 """Tokens of a reply if the body has no limit: the API's own default."""
 
 
-def _prompts(value: Json, name: str) -> tuple[Prompt, ...]:
+def _check_prompts(value: Json, name: str) -> tuple[Prompt, ...]:
     """Return one prompt or several, as text or as token ids."""
     has_several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
-    return array_of(_prompt, MAX_PROMPTS)(value if has_several else [value], name)
+    return array_of(_check_prompt, MAX_PROMPTS)(value if has_several else [value], name)
 
 
-def _prompt(value: Json, name: str) -> Prompt:
+def _check_prompt(value: Json, name: str) -> Prompt:
     """Return one prompt. Raises FieldError."""
     if isinstance(value, str):
         return Prompt(text=value)
@@ -60,14 +61,14 @@ def _prompt(value: Json, name: str) -> Prompt:
 
 COMPLETION_FIELDS = {
     **SHARED_FIELDS,
-    "prompt": _prompts,
+    "prompt": _check_prompts,
     "suffix": TEXT,
     "echo": FLAG,
     "logprobs": integer(0, MAX_LOGPROBS),
     "max_tokens": integer(0, MAX_TOKENS),
     "best_of": integer(1, MAX_REPLIES),
 }
-_completion = object_of(COMPLETION_FIELDS, "prompt")
+_check_body = object_of(COMPLETION_FIELDS, "prompt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class CompletionRequest(ApiRequest):
 
 def read_completion(value: Json, settings: Settings) -> Generation:
     """Return the generation that a completion's body requests. Raises FieldError and ApiError."""
-    body = {"max_tokens": DEFAULT_TOKENS, **_completion(value, "")}
+    body = {"max_tokens": DEFAULT_MAX_TOKENS, **_check_body(value, "")}
     shared = shared_fields(body)
     if body.get("best_of", body.get("n", 1)) != body.get("n", 1):
         refuse("best_of", "replies are not ranked: it has to be the same number as `n`")
@@ -122,7 +123,7 @@ class TextOffsets:
         return self._position
 
     def advance(self, data: bytes) -> int:
-        """Return the position of the next token's text. data: its bytes."""
+        """Move behind the next token's text and return its position. data: the token's bytes."""
         at = self._position
         self._position += len(self._decoder.decode(data))
         return at
@@ -177,22 +178,24 @@ class CompletionReply(ChatReply):
         """Yield the chunks of an event, first the prompt if the request echoes it."""
         if choice.index in self._unechoed_choices:
             self._unechoed_choices.discard(choice.index)
-            yield self._chunk(
-                choice, text=self._prompt(choice), logprobs=self._prompt_logprobs(choice)
+            yield self._choice_chunk(
+                choice, text=self._prompt_text(choice), logprobs=self._prompt_logprobs(choice)
             )
         yield from super().event_chunks(choice, event, grown)
 
     def _delta_fields(self, choice: ReplyBuilder, grown: Sequence[PartDelta]) -> dict[str, object]:
+        """Return the text that an event added, as a field of the choice."""
         return {"text": "".join(text for _, text, _ in grown)}
 
     def _reply_fields(self, choice: ReplyBuilder) -> dict[str, object]:
+        """Return the text of a complete choice, as a field of it."""
         return {"text": choice.text_of("text")}
 
     def _choice_fields(self, choice: ReplyBuilder) -> dict[str, object]:
         """Return a complete choice, with its prompt if the request echoes it."""
         fields = super()._choice_fields(choice)
         if choice.index in self._unechoed_choices:
-            fields["text"] = self._prompt(choice) + choice.text_of("text")
+            fields["text"] = self._prompt_text(choice) + choice.text_of("text")
         return fields
 
     def _full_logprobs(self, choice: ReplyBuilder) -> LogprobColumns | None:
@@ -211,10 +214,11 @@ class CompletionReply(ChatReply):
 
     @property
     def _token_counts(self) -> TokenCounts:
+        """Return the tokens of all choices; none of a reply that is left out."""
         counts = super()._token_counts
         return counts if self._shows_reply else counts._replace(completion=0)
 
-    def _prompt(self, choice: ReplyBuilder) -> str:
+    def _prompt_text(self, choice: ReplyBuilder) -> str:
         """Return the prompt of a choice as it was sent, or the text of its token ids."""
         prompt = self._generation.prompts[choice.index // self._request.n]
         if prompt.text is not None:
@@ -223,12 +227,15 @@ class CompletionReply(ChatReply):
         return tokenizer.decode(self._prompt_ids[choice.index], skip_special=False)
 
     def _prompt_logprobs(self, choice: ReplyBuilder) -> LogprobColumns | None:
-        """Return the scores of a prompt's tokens, of which the first has none."""
+        """Return the scores of a prompt's tokens, of which the first has none; None if not wanted.
+
+        Moves the choice's offsets behind the prompt.
+        """
         if self._generation.params.logprobs is None:
             return None
         tokenizer = self._service.settings.vocabulary.need_tokenizer()
         ids = self._prompt_ids[choice.index]
-        text = self._prompt(choice)
+        text = self._prompt_text(choice)
         first = TokenLogprob(ids[0], 0.0)
         entries = finite_logprobs((first, *self._scores[choice.index]), tokenizer)
         names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -252,7 +259,10 @@ class CompletionReply(ChatReply):
     def _logprobs(
         self, choice: ReplyBuilder, entries: Sequence[TokenLogprob]
     ) -> LogprobColumns | None:
-        """Return the log-probabilities of tokens of a reply; None if the request wants none."""
+        """Return the log-probabilities of a reply's next tokens; None if the request wants none.
+
+        Moves the choice's offsets behind them.
+        """
         if self._generation.params.logprobs is None:
             return None
         finite = finite_logprobs(entries, self._service.settings.vocabulary.need_tokenizer())

@@ -52,9 +52,10 @@ class ApiError(Exception):
         self.body: dict[str, object] = {"type": "error", "error": error}
 
 
-def api_error(error: BaseException, *, param: str | None = None) -> ApiError:
-    """Return an exception as an error of the API; an unexpected one becomes a 500 without
-    details.
+def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
+    """Return an exception as an error of the API; an unexpected one becomes a 500 without details.
+
+    param: the field at fault, for an error of a value that names none.
     """
     if isinstance(error, ApiError):
         return error

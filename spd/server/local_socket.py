@@ -23,7 +23,7 @@ from spd.runtime.engine.driver import Update
 from spd.runtime.engine.request import Event, GrammarSpec
 from spd.server.replies import RequestGroup
 from spd.server.service import Service
-from spd.server.wire import LINE_LIMIT, as_tuples, read_request
+from spd.server.wire import MAX_LINE_BYTES, as_tuples, read_request
 
 if TYPE_CHECKING:
     from spd.runtime import EnginePlan
@@ -36,7 +36,8 @@ Message = dict[str, Any]
 class LocalSocket:
     """Answers connections of this user's commands.
 
-    solo_plan: the plan that a command would have without the server.
+    solo_plan: the plan that a command would have without the server. identity: the engine's, as
+    `engine_identity` returns it. path: that of the socket.
     """
 
     def __init__(
@@ -50,17 +51,19 @@ class LocalSocket:
         """The engine that a command would have without the server."""
 
     async def listen(self) -> None:
-        """Begin to answer.
+        """Make the socket and begin to answer.
 
         Raises ResourceError, for example for a path that is too long for a socket.
         """
         try:
-            await asyncio.start_unix_server(self._answer, self._path, limit=LINE_LIMIT)
+            await asyncio.start_unix_server(self._serve_client, self._path, limit=MAX_LINE_BYTES)
         except OSError as error:
             message = f"cannot listen at {self._path}: {error}"
             raise ResourceError(message, fix=["set XDG_RUNTIME_DIR"]) from None
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serve one client until it disconnects; requests that still run for it are aborted."""
         groups = dict[str, RequestGroup]()
         self._service.clients.add(writer)
@@ -69,11 +72,15 @@ class LocalSocket:
                 message = json.loads(line)
                 try:
                     if message["do"] == "status":
-                        _send(writer, self._status())
+                        _send_message(writer, self._status_message())
                     elif message["do"] == "prepare":
-                        _send(writer, await asyncio.to_thread(self._prepare, message))
+                        _send_message(
+                            writer, await asyncio.to_thread(self._prepare_prompt, message)
+                        )
                     elif message["do"] == "add":
-                        _send(writer, await self._begin(message["request"], groups, writer))
+                        _send_message(
+                            writer, await self._begin_request(message["request"], groups, writer)
+                        )
                     elif message["id"] in groups:
                         groups[message["id"]].close()
                 except SpdError as error:  # the client raises it again
@@ -84,7 +91,7 @@ class LocalSocket:
                         "fix": error.fix,
                         "code": error.code,
                     }
-                    _send(writer, refusal)
+                    _send_message(writer, refusal)
         except (OSError, ValueError, LookupError, TypeError):
             pass  # the client has disconnected, or is not spd
         finally:
@@ -93,7 +100,7 @@ class LocalSocket:
                 group.close()
             writer.close()
 
-    def _status(self) -> Message:
+    def _status_message(self) -> Message:
         """Return the server's status: its engine's identity, and the reason if it accepts no
         prompt.
         """
@@ -117,8 +124,11 @@ class LocalSocket:
         status |= {"requests": service.ended_requests, "memory_bytes": memory}
         return {**status, "idle_seconds": time.monotonic() - service.used_at}
 
-    def _prepare(self, message: Message) -> Message:
-        """Return a prompt as a request, its parameters, and notes about it."""
+    def _prepare_prompt(self, message: Message) -> Message:
+        """Encode a message's prompt; return it as a request, its parameters, and notes about it.
+
+        Raises what encoding and checking raise.
+        """
         service = self._service
         options = SamplingOptions(**as_tuples(message["options"]))
         suggested = service.plan.model.generation
@@ -137,11 +147,14 @@ class LocalSocket:
             "parameters": sampling.describe(),
         }
 
-    async def _begin(
+    async def _begin_request(
         self, message: Message, groups: dict[str, RequestGroup], writer: asyncio.StreamWriter
     ) -> Message:
-        """Begin a request, under an id of the server's own. Raises what `Engine.check` raises."""
-        if self._service.draining:
+        """Begin a request, under an id of the server's own, and add it to `groups`.
+
+        Raises EngineError if the server is ending, and what `Engine.check` raises.
+        """
+        if self._service.is_draining:
             raise EngineError("the server is shutting down", fix=["run it again", "--no-server"])
         request = read_request({**message, "id": secrets.token_hex(8)})
         client_id = message["id"]
@@ -158,7 +171,10 @@ def _send_event(
     _: int,
     update: Update,
 ) -> None:
-    """Send an event with the client's id of its request, the last event with the counters."""
+    """Send an update with the client's id of its request; remove it from `groups` at its end.
+
+    The last event has the request's counters.
+    """
     event = (
         Event(client_id, (), "", "error", error=str(update))
         if isinstance(update, BaseException)
@@ -170,8 +186,9 @@ def _send_event(
         counters = dataclasses.asdict(groups.pop(client_id).metrics(0)) | {"load_ms": 0.0}
         outcomes = counters.pop("outcomes").items()
         message |= {"metrics": counters, "outcomes": [(*pair, times) for pair, times in outcomes]}
-    _send(writer, message)
+    _send_message(writer, message)
 
 
-def _send(writer: asyncio.StreamWriter, message: Message) -> None:
+def _send_message(writer: asyncio.StreamWriter, message: Message) -> None:
+    """Write a message as a line of JSON."""
     writer.write(json.dumps(message).encode() + b"\n")

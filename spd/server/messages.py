@@ -36,35 +36,38 @@ from spd.server.api_request import (
     shared_fields,
 )
 from spd.server.errors import ApiError
-from spd.server.replies import Reply, TokenCounts, sse
+from spd.server.replies import Reply, TokenCounts, sse_event
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
     from spd.runtime import Json
 
 _text = open_object({"text": TEXT}, "text", text="content")
-CALL = {"id": TEXT, "name": TEXT, "input": past_arguments}
+CALL_FIELDS = {"id": TEXT, "name": TEXT, "input": past_arguments}
 _named = open_object({"tool_name": function_name}, "tool_name", tool_name="text")
 _parts = read.joined_texts(
     "text", image=read.placeholder_block, document=read.placeholder_block, tool_reference=_named
 )
-RESULT = {"tool_use_id": TEXT, "content": _parts}
-BLOCKS = {
+RESULT_FIELDS = {"tool_use_id": TEXT, "content": _parts}
+BLOCK_CHECKS = {
     "text": _text,
     "thinking": open_object({"thinking": TEXT}, "thinking", thinking="reasoning_content"),
     "redacted_thinking": open_object({}),
-    "tool_use": open_object(CALL, "id", "name", input="arguments"),
-    "tool_result": open_object(RESULT, "tool_use_id", tool_use_id="tool_call_id"),
+    "tool_use": open_object(CALL_FIELDS, "id", "name", input="arguments"),
+    "tool_result": open_object(RESULT_FIELDS, "tool_use_id", tool_use_id="tool_call_id"),
 }
 """Blocks become pieces of a message for `join_pieces`."""
-MESSAGE = {"role": one_of("user", "assistant", "system"), "content": read.content_blocks(BLOCKS)}
-TOOL = {**FUNCTION_FIELDS, "type": one_of("custom"), "input_schema": OBJECT}
-CHOICE = {
+TURN_FIELDS = {
+    "role": one_of("user", "assistant", "system"),
+    "content": read.content_blocks(BLOCK_CHECKS),
+}
+TOOL_FIELDS = {**FUNCTION_FIELDS, "type": one_of("custom"), "input_schema": OBJECT}
+TOOL_CHOICE_FIELDS = {
     "type": one_of("auto", "any", "tool", "none"),
     "name": TEXT,
     "disable_parallel_tool_use": FLAG,
 }
-THINKING = {
+THINKING_FIELDS = {
     "type": one_of("enabled", "disabled", "adaptive"),
     "budget_tokens": SAMPLING_FIELDS["max_tokens"],
 }
@@ -83,7 +86,7 @@ PASSED_OVER = frozenset(
 )
 """Fields of the API that are ignored, as unknown ones are: this server has nothing to do for
 them."""
-REFUSED = frozenset(
+REFUSED_FIELDS = frozenset(
     {
         "container",
         "logprobs",
@@ -100,23 +103,25 @@ MESSAGES_FIELDS = {
     **SAMPLING_FIELDS,
     "speculative": check_speculative,
     "model": TEXT,
-    "messages": array_of(open_object(MESSAGE, *MESSAGE), 100_000),
+    "messages": array_of(open_object(TURN_FIELDS, *TURN_FIELDS), 100_000),
     "system": read.content_blocks({"text": _text}),
     "stop_sequences": SAMPLING_FIELDS["stop"],
     "stream": FLAG,
-    "tools": array_of(open_object(TOOL, "name", "input_schema", input_schema="parameters"), 1024),
-    "tool_choice": open_object(CHOICE, "type"),
-    "thinking": open_object(THINKING, "type"),
+    "tools": array_of(
+        open_object(TOOL_FIELDS, "name", "input_schema", input_schema="parameters"), 1024
+    ),
+    "tool_choice": open_object(TOOL_CHOICE_FIELDS, "type"),
+    "thinking": open_object(THINKING_FIELDS, "type"),
     "output_config": open_object({"effort": TEXT, "format": open_object(FORMAT_FIELDS, "type")}),
-    **dict.fromkeys(REFUSED),
+    **dict.fromkeys(REFUSED_FIELDS),
 }
 """Other fields are ignored, for agents send new ones with each version."""
-_body = open_object(MESSAGES_FIELDS, "messages", stop_sequences="stop")
+_check_body = open_object(MESSAGES_FIELDS, "messages", stop_sequences="stop")
 
 
 def read_messages(value: Json, settings: Settings) -> Generation:
     """Return the generation that the body of a message requests. Raises FieldError and ApiError."""
-    body: dict[str, Any] = _body(value, "")
+    body: dict[str, Any] = _check_body(value, "")
     turns = [{"role": "system", "content": body.get("system", ())}, *body["messages"]]
     pieces = ({**block, "role": turn["role"]} for turn in turns for block in turn["content"])
     messages = join_pieces(pieces)
@@ -146,7 +151,7 @@ def read_messages(value: Json, settings: Settings) -> Generation:
 class MessagesReply(Reply):
     """A reply in the form of messages: each part is a block."""
 
-    def _message(
+    def _message_object(
         self, content: Sequence[object], usage: Mapping[str, int], **ended: object
     ) -> dict[str, object]:
         """Return a message. ended: fields of a message that has ended."""
@@ -164,17 +169,19 @@ class MessagesReply(Reply):
 
     def start_chunks(self, cached: int) -> Iterator[bytes]:
         """Yield the first chunks of a stream."""
-        usage = _usage(TokenCounts(self._prompt_length, cached, completion=0, reasoning=0))
-        yield self._event("message_start", message=self._message([], usage))
-        yield self.ping()
+        usage = _usage_fields(TokenCounts(self._prompt_length, cached, completion=0, reasoning=0))
+        yield self._event_chunk("message_start", message=self._message_object([], usage))
+        yield self.ping_chunk()
 
-    def ping(self) -> bytes:
+    def ping_chunk(self) -> bytes:
         """Return the chunk of a stream that shows that it goes on."""
-        return self._event("ping")
+        return self._event_chunk("ping")
 
     def _part_start(self, part: Part) -> Iterator[bytes]:
         """Yield the chunks at a part's start."""
-        yield self._event("content_block_start", index=part.index, content_block=_block(part))
+        yield self._event_chunk(
+            "content_block_start", index=part.index, content_block=_content_block(part)
+        )
 
     def _part_delta(self, part: Part, text: str) -> bytes:
         """Return the chunk of a piece of a part."""
@@ -182,35 +189,36 @@ class MessagesReply(Reply):
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
             delta = {"type": f"{part.kind}_delta", part.kind: text}
-        return self._event("content_block_delta", index=part.index, delta=delta)
+        return self._event_chunk("content_block_delta", index=part.index, delta=delta)
 
     def _part_end(self, part: Part) -> Iterator[bytes]:
         """Yield the chunks at a part's end."""
-        yield self._event("content_block_stop", index=part.index)
+        yield self._event_chunk("content_block_stop", index=part.index)
 
     def end_chunks(self) -> Iterator[bytes]:
         """Yield the last chunks of a stream."""
         ended = {
             "delta": self._stop_fields,
-            "usage": _usage(self._token_counts),
+            "usage": _usage_fields(self._token_counts),
             **self._choices[0].notes_field,
         }
-        yield self._event("message_delta", **ended)
-        yield self._event("message_stop")
+        yield self._event_chunk("message_delta", **ended)
+        yield self._event_chunk("message_stop")
 
     def error_chunks(self, error: ApiError) -> Iterator[bytes]:
         """Yield the chunks behind an error."""
-        yield sse(error.body, "error")
+        yield sse_event(error.body, "error")
 
     def full_body(self) -> dict[str, object]:
         """Return the body of a reply that is not streamed."""
-        blocks = [_block(part) for part in self._choices[0].parts]
-        usage = _usage(self._token_counts)
+        blocks = [_content_block(part) for part in self._choices[0].parts]
+        usage = _usage_fields(self._token_counts)
         notes = self._choices[0].notes_field
-        return self._message(blocks, usage, **self._stop_fields, **notes)
+        return self._message_object(blocks, usage, **self._stop_fields, **notes)
 
-    def _event(self, kind: str, **fields: object) -> bytes:
-        return sse({"type": kind, **fields}, kind)
+    def _event_chunk(self, kind: str, **fields: object) -> bytes:
+        """Return the chunk of an event of a kind."""
+        return sse_event({"type": kind, **fields}, kind)
 
     @property
     def _stop_fields(self) -> dict[str, str | None]:
@@ -224,7 +232,8 @@ class MessagesReply(Reply):
         }
 
 
-def _usage(counts: TokenCounts) -> dict[str, int]:
+def _usage_fields(counts: TokenCounts) -> dict[str, int]:
+    """Return counts of tokens by the API's names."""
     return {
         "input_tokens": counts.prompt - counts.cached,
         "output_tokens": counts.completion,
@@ -233,7 +242,7 @@ def _usage(counts: TokenCounts) -> dict[str, int]:
     }
 
 
-def _block(part: Part) -> dict[str, object]:
+def _content_block(part: Part) -> dict[str, object]:
     """Return a part as a block of a message's content."""
     if part.kind == "call":
         arguments: object = {}

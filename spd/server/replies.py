@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from spd.conversation.reply import Part, PartDelta, ReplyBuilder
 from spd.errors import EngineError
-from spd.server.errors import ApiError, api_error
+from spd.server.errors import ApiError, as_api_error
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -32,7 +32,7 @@ A long prompt takes minutes, and agents give up after some.
 
 
 class RequestGroup:
-    """Requests that are answered together.
+    """Requests that are answered together; they begin when the group is made.
 
     on_update: called in the event loop with a request's number and each update to it. At most as
     many requests run or wait as the server decodes together; the others follow as those end.
@@ -53,9 +53,9 @@ class RequestGroup:
         self._waiting = iter(range(len(requests)))
         """Numbers of the requests that have not begun."""
         for _ in range(service.slots):
-            self._begin_next()
+            self._begin_next_request()
 
-    def _begin_next(self) -> None:
+    def _begin_next_request(self) -> None:
         """Submit the next request to the engine, if there is one.
 
         Raises EngineError if the engine has ended.
@@ -63,17 +63,17 @@ class RequestGroup:
         index = next(self._waiting, None)
         if index is None:
             return
-        self._service.thread.submit(self._requests[index], partial(self._receive, index))
+        self._service.thread.submit(self._requests[index], partial(self._receive_update, index))
         self._open.add(index)
         self._service.open_requests += 1
 
-    def _receive(self, index: int, update: Update) -> None:
+    def _receive_update(self, index: int, update: Update) -> None:
         """Pass an update from the engine's thread to the event loop."""
         with suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._handle_update, index, update)
 
     def _handle_update(self, index: int, update: Update) -> None:
-        """Pass an update on; begin the next request behind a last one."""
+        """Count a request's end, pass the update on, and begin the next request behind a last one."""
         reason = "error" if isinstance(update, BaseException) else update.finish_reason
         if reason is not None:
             self._open.discard(index)
@@ -81,7 +81,7 @@ class RequestGroup:
         self._on_update(index, update)
         if reason not in (None, "error"):
             try:
-                self._begin_next()
+                self._begin_next_request()
             except EngineError as error:
                 self._on_update(index, error)
 
@@ -108,8 +108,9 @@ class TokenCounts(NamedTuple):
 
 
 class Reply:
-    """The choices of a generation in one API's form, as a stream or one body: an ASGI
-    application.
+    """The choices of a generation in one API's form, as a stream or one body: an ASGI application.
+
+    Its requests begin when it is made, and end with it.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Reply:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the reply, as a stream if the request asks for one."""
+        """Send the reply, as a stream if the request asks for one; then end its requests."""
         from starlette.requests import Request
         from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -161,7 +162,7 @@ class Reply:
             if self._request.stream:
                 headers = {"cache-control": "no-cache"}
                 response: Response = StreamingResponse(
-                    self._stream(), 200, headers, "text/event-stream"
+                    self._stream_chunks(), 200, headers, "text/event-stream"
                 )
             else:
                 request = Request(scope, receive)
@@ -177,10 +178,9 @@ class Reply:
     async def _next_event(
         self, seconds: float
     ) -> tuple[ReplyBuilder, Event, list[PartDelta]] | None:
-        """Return the next event, its choice and what it added to that; None after `seconds` without
-        one.
+        """Add the next event to its choice; return choice, event and what it added.
 
-        Raises the exception that ended the generation.
+        None after `seconds` without an event. Raises the exception that ended the generation.
         """
         try:
             index, update = await asyncio.wait_for(self._updates.get(), seconds)
@@ -206,8 +206,8 @@ class Reply:
         """Return an event of a choice as the reply shows it."""
         return event
 
-    async def _stream(self) -> AsyncIterator[bytes]:
-        """Yield the chunks of the stream."""
+    async def _stream_chunks(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of the stream, of an error too, and signs of life between them."""
         try:
             has_begun = False
             while not self._has_ended:
@@ -218,7 +218,7 @@ class Reply:
                     yield data
                 has_begun = True
                 if growth is None:
-                    yield self.ping()
+                    yield self.ping_chunk()
                     continue
                 choice, event, grown = growth
                 for data in self.event_chunks(choice, event, grown):
@@ -226,7 +226,7 @@ class Reply:
             for data in self.end_chunks():
                 yield data
         except Exception as error:
-            refusal = api_error(error)
+            refusal = as_api_error(error)
             self._service.counters[f'refused_total{{status="{refusal.status}"}}'] += 1
             for data in self.error_chunks(refusal):
                 yield data
@@ -259,7 +259,7 @@ class Reply:
     error_chunks: Callable[[ApiError], Iterator[bytes]]
     full_body: Callable[[], Mapping[str, object]]
 
-    def ping(self) -> bytes:
+    def ping_chunk(self) -> bytes:
         """Return the chunk of a stream that shows that it goes on."""
         return b": ping\n\n"
 
@@ -281,7 +281,7 @@ class Reply:
         )
 
 
-def sse(value: Mapping[str, object], name: str = "") -> bytes:
-    """Return a server-sent event."""
+def sse_event(value: Mapping[str, object], name: str = "") -> bytes:
+    """Return a server-sent event with a value as JSON. name: its type, left out if empty."""
     data = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return (f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n").encode()

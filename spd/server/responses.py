@@ -38,7 +38,7 @@ from spd.server.api_request import (
 )
 from spd.server.chat_completions import ChatLogprob, chat_logprobs
 from spd.server.errors import ApiError
-from spd.server.replies import Reply, sse
+from spd.server.replies import Reply, sse_event
 
 if TYPE_CHECKING:
     from spd.conversation.settings import PreparedRequest, Settings
@@ -53,22 +53,24 @@ _texts = read.joined_texts(*TEXT_TYPES, refusal=_refusal)
 _output_texts = read.joined_texts(
     *TEXT_TYPES, input_image=read.placeholder_block, input_file=read.placeholder_block
 )
-CALL = {"call_id": TEXT, "name": TEXT, "arguments": past_arguments}
-RESULT = {"call_id": TEXT, "output": _output_texts}
-ITEMS = {
+CALL_FIELDS = {"call_id": TEXT, "name": TEXT, "arguments": past_arguments}
+RESULT_FIELDS = {"call_id": TEXT, "output": _output_texts}
+ITEM_CHECKS = {
     "message": open_object({"role": read.one_of(*ROLES), "content": _texts}, "role", "content"),
     "reasoning": open_object({"encrypted_content": TEXT}, encrypted_content="reasoning_content"),
-    "function_call": open_object(CALL, "call_id", "name", call_id="id"),
-    "function_call_output": open_object(RESULT, *RESULT, call_id="tool_call_id", output="content"),
+    "function_call": open_object(CALL_FIELDS, "call_id", "name", call_id="id"),
+    "function_call_output": open_object(
+        RESULT_FIELDS, *RESULT_FIELDS, call_id="tool_call_id", output="content"
+    ),
 }
 """Items become pieces of a message for `join_pieces`."""
-_items = content_blocks(ITEMS, default_type="message")
-_tools = read.array_of(
+_check_items = content_blocks(ITEM_CHECKS, default_type="message")
+_check_tools = read.array_of(
     open_object({**FUNCTION_FIELDS, "type": TEXT, "tools": read.any_value}, "type"), 1024
 )
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS_VALUE = "message.output_text.logprobs"
 INCLUDABLE = (
-    LOGPROBS,
+    LOGPROBS_VALUE,
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -98,7 +100,7 @@ PASSED_OVER = frozenset(
 )
 """Fields of the API that are ignored, as unknown ones are: this server has nothing to do for
 them."""
-REFUSED = frozenset(
+REFUSED_FIELDS = frozenset(
     {
         "background",
         "background_options",
@@ -115,7 +117,7 @@ REFUSED = frozenset(
 """Fields of this API, and of the others, that are refused by name."""
 
 
-def _truncation(value: Json, name: str) -> str:
+def _check_truncation(value: Json, name: str) -> str:
     """Return disabled. Raises FieldError for auto."""
     if read.one_of("auto", "disabled")(value, name) == "auto":
         refuse(name, "a prompt beyond the context is refused, and nothing of it is left out")
@@ -128,22 +130,22 @@ RESPONSE_FIELDS = {
     "max_output_tokens": SAMPLING_FIELDS["max_tokens"],
     "include": read.array_of(read.one_of(*INCLUDABLE), 32),
     "top_logprobs": integer(0, MAX_LOGPROBS),
-    "truncation": _truncation,
+    "truncation": _check_truncation,
     "model": TEXT,
-    "input": lambda value, name: _items(
+    "input": lambda value, name: _check_items(
         [{"role": "user", "content": value}] if isinstance(value, str) else value, name
     ),
     "instructions": TEXT,
     "stream": FLAG,
-    "tools": _tools,
+    "tools": _check_tools,
     "tool_choice": read.any_value,
     "parallel_tool_calls": FLAG,
     "text": open_object({"format": open_object(FORMAT_FIELDS, "type")}),
     "reasoning": open_object({"effort": TEXT}),
-    **dict.fromkeys(REFUSED),
+    **dict.fromkeys(REFUSED_FIELDS),
 }
 """Other fields are ignored, for agents send new ones with each version."""
-_body = open_object(RESPONSE_FIELDS, "input")
+_check_body = open_object(RESPONSE_FIELDS, "input")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +161,11 @@ def read_response(value: Json, settings: Settings) -> Generation:
 
     Raises FieldError and ApiError.
     """
-    body = with_one_token_limit(_body(value, ""), "max_output_tokens")
+    body = with_one_token_limit(_check_body(value, ""), "max_output_tokens")
     pieces = list(body["input"])
     if "instructions" in body:
         pieces.insert(0, {"role": "system", "content": body["instructions"]})
-    names_logprobs = bool(body.get("top_logprobs")) or LOGPROBS in body.get("include", ())
+    names_logprobs = bool(body.get("top_logprobs")) or LOGPROBS_VALUE in body.get("include", ())
     chat = ResponseRequest(
         **shared_fields(body),
         body=OBJECT(value, ""),
@@ -192,7 +194,7 @@ def _flattened_tools(
     used_names = set() if used_names is None else used_names
     for tool in tools:
         if tool["type"] == "namespace":
-            members = _tools(tool.get("tools") or [], "tools")
+            members = _check_tools(tool.get("tools") or [], "tools")
             yield from _flattened_tools(members, tool.get("name", ""), used_names)
         elif tool["type"] == "function":
             name = tool.get("name") or refuse(
@@ -213,14 +215,14 @@ class TextLogprobs:
         self._pending: deque[tuple[int, int, TokenLogprob]] = deque()
         """Tokens that belong to no piece yet, each with its begin and end in `_data`."""
 
-    def add(self, entries: Iterable[TokenLogprob]) -> None:
-        """Append the next tokens."""
+    def add_tokens(self, entries: Iterable[TokenLogprob]) -> None:
+        """Append the log-probabilities of the next tokens."""
         for entry in entries:
             start = len(self._data)
             self._data += self._tokenizer.token_bytes(entry.token_id)
             self._pending.append((start, len(self._data), entry))
 
-    def pop(self, text: str) -> list[TokenLogprob]:
+    def pop_piece(self, text: str) -> list[TokenLogprob]:
         """Remove and return the tokens of the next piece; text before it, such as a mark, is
         left out.
         """
@@ -259,16 +261,16 @@ class ResponseReply(Reply):
     def _assign_logprobs(self, event: Event, grown: Sequence[PartDelta]) -> None:
         """Assign an event's log-probabilities to the pieces of text that it added."""
         self._pending_logprobs.clear()
-        self._text_logprobs.add(event.logprobs)
+        self._text_logprobs.add_tokens(event.logprobs)
         for part, text, _ in grown:
             if part.kind == "call":
                 continue
-            entries = chat_logprobs(self._text_logprobs.pop(text), self._tokenizer)
+            entries = chat_logprobs(self._text_logprobs.pop_piece(text), self._tokenizer)
             if part.kind == "text":
                 self._logprobs.setdefault(part.index, []).extend(entries)
                 self._pending_logprobs.append(entries)
 
-    def _response(self, status: str, **extra_fields: object) -> dict[str, object]:
+    def _response_object(self, status: str, **extra_fields: object) -> dict[str, object]:
         """Return a response, with the fields of the body that it repeats."""
         body = self._body
         defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
@@ -290,28 +292,30 @@ class ResponseReply(Reply):
             **extra_fields,
         }
 
-    def _event(self, kind: str, /, **fields: object) -> bytes:
+    def _event_chunk(self, kind: str, /, **fields: object) -> bytes:
         """Return the next event, with its number in the stream."""
         self._sequence_number += 1
         kind = f"response.{kind}"
-        return sse({"type": kind, "sequence_number": self._sequence_number, **fields}, kind)
+        return sse_event({"type": kind, "sequence_number": self._sequence_number, **fields}, kind)
 
     def start_chunks(self, cached: int) -> Iterator[bytes]:
         """Yield the first chunks of a stream."""
-        yield self._event("created", response=self._response("in_progress"))
-        yield self.ping()
+        yield self._event_chunk("created", response=self._response_object("in_progress"))
+        yield self.ping_chunk()
 
-    def ping(self) -> bytes:
+    def ping_chunk(self) -> bytes:
         """Return the chunk of a stream that shows that it goes on."""
-        return self._event("in_progress", response=self._response("in_progress"))
+        return self._event_chunk("in_progress", response=self._response_object("in_progress"))
 
     def _part_start(self, part: Part) -> Iterator[bytes]:
         """Yield the chunks at a part's start; `part` is a copy that has no text yet."""
-        yield self._event(
-            "output_item.added", output_index=part.index, item=self._item(part, "in_progress")
+        yield self._event_chunk(
+            "output_item.added",
+            output_index=part.index,
+            item=self._item_object(part, "in_progress"),
         )
         if part.kind != "call":
-            yield self._part_event(part, "content_part.added", part=_content(part, []))
+            yield self._part_event(part, "content_part.added", part=_item_content(part, []))
 
     def _part_delta(self, part: Part, text: str) -> bytes:
         """Return the chunk of a piece of a part."""
@@ -326,17 +330,21 @@ class ResponseReply(Reply):
         kind = f"{_CONTENT_TYPES[part.kind]}.done"
         yield self._part_event(part, kind, **{key: part.text}, **logprobs_field)
         if part.kind != "call":
-            yield self._part_event(part, "content_part.done", part=_content(part, logprobs))
-        yield self._event("output_item.done", output_index=part.index, item=self._item(part))
+            yield self._part_event(part, "content_part.done", part=_item_content(part, logprobs))
+        yield self._event_chunk(
+            "output_item.done", output_index=part.index, item=self._item_object(part)
+        )
 
     def end_chunks(self) -> Iterator[bytes]:
         """Yield the last chunks of a stream."""
-        yield self._event(self._final_status, response=self.full_body())
+        yield self._event_chunk(self._final_status, response=self.full_body())
 
     def error_chunks(self, error: ApiError) -> Iterator[bytes]:
         """Yield the chunks behind an error."""
         error_fields = {"code": "server_error", "message": error.message}
-        yield self._event("failed", response=self._response("failed", error=error_fields))
+        yield self._event_chunk(
+            "failed", response=self._response_object("failed", error=error_fields)
+        )
 
     @property
     def _final_status(self) -> str:
@@ -356,9 +364,9 @@ class ResponseReply(Reply):
             "output_tokens_details": {"reasoning_tokens": counts.reasoning},
             "total_tokens": counts.prompt + counts.completion,
         }
-        return self._response(
+        return self._response_object(
             status,
-            output=[self._item(part) for part in choice.parts],
+            output=[self._item_object(part) for part in choice.parts],
             usage=usage,
             incomplete_details=(
                 {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -370,9 +378,9 @@ class ResponseReply(Reply):
         """Return an event about an item's content."""
         place = {"item_id": f"{_ID_PREFIXES[part.kind]}_{part.id}", "output_index": part.index}
         content = {"content_index": 0} if part.kind != "call" else {}
-        return self._event(kind, **place, **content, **fields)
+        return self._event_chunk(kind, **place, **content, **fields)
 
-    def _item(self, part: Part, status: str = "completed") -> dict[str, object]:
+    def _item_object(self, part: Part, status: str = "completed") -> dict[str, object]:
         """Return a part as an item of the output; a limit leaves the last item incomplete."""
         choice = self._choices[0]
         is_last = part.index == len(choice.parts) - 1
@@ -392,7 +400,7 @@ class ResponseReply(Reply):
             if namespace:
                 item["namespace"] = namespace
             return {**item, "call_id": part.id, "name": name, "arguments": part.text}
-        content = [_content(part, self._logprobs.get(part.index, []))] if part.text else []
+        content = [_item_content(part, self._logprobs.get(part.index, []))] if part.text else []
         if part.kind == "text":
             return {**item, "role": "assistant", "content": content}
         # Agents send back the encrypted content alone; the server stores none, so it is the text.
@@ -409,7 +417,7 @@ _CONTENT_TYPES = {
 """Names of the kinds of parts: before their ids, as items, and as content that grows in them."""
 
 
-def _content(part: Part, logprobs: Sequence[ChatLogprob]) -> dict[str, object]:
+def _item_content(part: Part, logprobs: Sequence[ChatLogprob]) -> dict[str, object]:
     """Return the content of a part's item."""
     content: dict[str, object] = {"type": _CONTENT_TYPES[part.kind], "text": part.text}
     if part.kind == "text":

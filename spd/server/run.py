@@ -25,16 +25,17 @@ from spd.runtime.engine.driver import EngineThread
 from spd.server.app import App
 from spd.server.local_socket import LocalSocket
 from spd.server.service import Service
-from spd.server.wire import identity, runtime_folder
+from spd.server.wire import engine_identity, make_runtime_folder
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
     from spd.runtime import Engine, Progress
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADER_SECONDS = 30.0
 """Seconds in which a connection has to send the complete head of a request."""
-CONNECTIONS = 512
+MAX_CONNECTIONS = 512
+"""Connections that are open or wait at the socket."""
 PREPARE_THREADS = 2
 """Threads that encode prompts and compile grammars.
 
@@ -62,23 +63,24 @@ class ServerOptions:
     """Further names of the model; "*" stands for every other one."""
 
 
-def run(
+def run_server(
     options: ServerOptions,
     settings: Settings,
     listener: socket.socket,
     load: Callable[[], EngineThread[Engine]],
     report: Callable[[str], None],
 ) -> int | None:
-    """Load and serve until a signal comes or time runs out; return the signal.
+    """Load and serve until a signal comes or time runs out; return the signal, None without one.
 
     load: returns the engine in its thread, loaded. report: called with messages for the user.
+    Removes its socket and an empty run's log at the end. Raises what loading and listening raise.
     """
     from spd.runtime import make_plan
 
     settings.vocabulary.need_tokenizer()
-    folder = runtime_folder(options.runtime_folder)
+    folder = make_runtime_folder(options.runtime_folder)
     path = folder / f"{os.getpid()}.sock"
-    engine_identity = identity(settings.config)
+    solo_identity = engine_identity(settings.config)
     thread = load()
     try:
         solo_plan = make_plan(dataclasses.replace(settings.config, slots=1))
@@ -86,7 +88,7 @@ def run(
             settings,
             (options.model, *(name for name in options.aliases if name != "*")),
             thread,
-            any_model="*" in options.aliases,
+            accepts_any_model="*" in options.aliases,
             report=report,
         )
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -102,7 +104,7 @@ def run(
         ):
             report(f"note: {UNKNOWN_FORM_NOTE}")
         local_socket = LocalSocket(
-            service=service, solo_plan=solo_plan, identity=engine_identity, url=url, path=path
+            service=service, solo_plan=solo_plan, identity=solo_identity, url=url, path=path
         )
         server = Server(service, options, local_socket, report)
         asyncio.run(server.serve([listener]))
@@ -118,11 +120,11 @@ def run(
 
 
 def check_address(host: str, api_key: str | None) -> None:
-    """Raise UsageError for an address that lets other machines connect without a key."""
+    """Raise UsageError for a key that is no text, or an address of other machines without a key."""
     if api_key is not None and not (api_key.isascii() and api_key.strip()):
         fix = "SPD_API_KEY=$(openssl rand -hex 16)"
         raise UsageError("--api-key is empty or not ASCII", fix=[fix])
-    if host in LOOPBACK:
+    if host in LOOPBACK_HOSTS:
         return
     if api_key is None:
         message = f"--host {host} lets other machines ask, and there is no key"
@@ -130,21 +132,22 @@ def check_address(host: str, api_key: str | None) -> None:
         raise UsageError(message, fix=fixes, code="no_api_key")
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Return a socket that listens at the address. Raises UsageError if it cannot."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=CONNECTIONS)
+        return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
         message = f"cannot listen at {host}, port {port}: {error.strerror}"
         raise UsageError(message, fix=["--port N"]) from None
 
 
-def load(settings: Settings, progress: Progress) -> EngineThread[Engine]:
-    """Return the loaded engine in a thread of its own. Raises what loading raises."""
+def load_engine_thread(settings: Settings, progress: Progress) -> EngineThread[Engine]:
+    """Load the engine in a thread of its own and return that. Raises what loading raises."""
     from spd.runtime import Engine
 
     def build(_: Progress) -> Engine:
+        """Load the engine and report the progress."""
         return Engine(settings.config, progress=progress)
 
     expected = [settings.sampling.params]
@@ -170,7 +173,7 @@ class Server(uvicorn.Server):
         local_socket: LocalSocket | None = None,
         report: Callable[[str], None] = lambda words: None,
     ) -> None:
-        app = App(service, key=options.api_key, loopback=options.host in LOOPBACK)
+        app = App(service, key=options.api_key, loopback=options.host in LOOPBACK_HOSTS)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -179,7 +182,7 @@ class Server(uvicorn.Server):
             http="h11",
             ws="none",
             lifespan="off",
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=round(HEADER_SECONDS),
             timeout_graceful_shutdown=5,  # replies have ended by then
             h11_max_incomplete_event_size=32 << 10,
@@ -218,11 +221,11 @@ class Server(uvicorn.Server):
         for handled_signal in (signal.SIGINT, signal.SIGTERM):
             signal.signal(handled_signal, signal.SIG_DFL)
         self._report("stopping…")
-        self.drain()
+        self.start_draining()
 
-    def drain(self) -> None:
-        """End once the running replies have ended."""
-        self._service.draining = self.should_exit = True
+    def start_draining(self) -> None:
+        """Accept no more requests, and end once the running replies have ended."""
+        self._service.is_draining = self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """End after idle time; close connections that send no request. Return True to stop."""
@@ -232,7 +235,7 @@ class Server(uvicorn.Server):
         if service.open_requests or service.clients:
             service.used_at = now
         if idle is not None and now - service.used_at > idle:
-            self.drain()
+            self.start_draining()
         inactive = [
             (connection, connection.cycle)
             for connection in self.server_state.connections

@@ -16,7 +16,7 @@ from spd.conversation.settings import PreparedRequest
 from spd.errors import UsageError
 from spd.runtime.engine.request import derived_seed
 from spd.server.api_request import Generation
-from spd.server.errors import ApiError, api_error
+from spd.server.errors import ApiError, as_api_error
 
 if TYPE_CHECKING:
     from spd.conversation.settings import Settings
@@ -47,17 +47,17 @@ class Service:
         thread: EngineThread[Engine],
         *,
         waiting: int = 64,
-        any_model: bool = False,
+        accepts_any_model: bool = False,
         report: Callable[[str], None] = lambda words: None,
     ) -> None:
         """Serve the engine of a thread.
 
-        names: the model's names, first the one in replies. any_model: True accepts other names,
+        names: the model's names, first the one in replies. accepts_any_model: True for other names,
         too. waiting: the maximum of requests that wait. report: called with notes about requests,
         for the person who runs the server.
         """
         self.names = tuple(dict.fromkeys(names))
-        self.any_model = any_model
+        self.accepts_any_model = accepts_any_model
         self.engine: Engine = thread.engine()
         self.plan = self.engine.plan
         self.settings = dataclasses.replace(settings, context=self.plan.shape.ctx)
@@ -71,12 +71,13 @@ class Service:
         """Requests that run or wait; those that have ended."""
         self.clients = set[asyncio.StreamWriter]()
         """Connections of the command line: a server that has some is not idle."""
-        self.draining = False
+        self.is_draining = False
         self._report = report
         self._reported: set[str] = set()
         self.used_at = time.monotonic()
+        """The time of the last use, of the monotonic clock."""
 
-    def admit(self, count: int) -> None:
+    def check_limits(self, count: int) -> None:
         """Raise ApiError if `count` requests of one call exceed the limits.
 
         At a time no more of them run or wait than are decoded together.
@@ -86,7 +87,7 @@ class Service:
                 "n",
                 f"{count:,} replies to one call, and at most {MAX_REPLIES_PER_CALL:,} are given",
             )
-        if self.draining:
+        if self.is_draining:
             message = "The server is shutting down."
             raise ApiError(503, message, code="shutting_down", retry=5)
         if self.open_requests + min(count, self.slots) > self._max_requests:
@@ -100,21 +101,21 @@ class Service:
     def prepare_generation(
         self, generation: Generation
     ) -> tuple[Generation, list[PreparedRequest]]:
-        """Return a generation and its requests, with a note where no grammar can constrain its
-        calls.
+        """Encode a generation's prompts; return it and its requests.
 
-        Raises what encoding and compiling a grammar raise.
+        It gets a note, which is reported too, where no grammar can constrain its calls. Raises what
+        encoding and compiling a grammar raise.
         """
         tools = generation.tools
         if tools is None:
-            return generation, self._prepared(generation, generation.grammar)
+            return generation, self._prepare_requests(generation, generation.grammar)
         try:
-            return generation, self._prepared(generation, tools.grammar)
+            return generation, self._prepare_requests(generation, tools.grammar)
         except UsageError as error:
             if tools.is_constrained:
                 raise
-            free = self._prepared(generation, None)
-            note = f"{UNCONSTRAINED_CALLS}: {api_error(error).message}"
+            free = self._prepare_requests(generation, None)
+            note = f"{UNCONSTRAINED_CALLS}: {as_api_error(error).message}"
         self._report_once(note)
         return dataclasses.replace(generation, notes=(*generation.notes, note)), free
 
@@ -125,7 +126,7 @@ class Service:
             self._reported.add(kind)
             self._report(f"note: {note}")
 
-    def _prepared(
+    def _prepare_requests(
         self, generation: Generation, grammar: GrammarSpec | None
     ) -> list[PreparedRequest]:
         """Return the requests of a generation, with its grammar.
@@ -153,7 +154,7 @@ class Service:
         return prepared
 
     def count_ended(self, metrics: RequestMetrics, reason: str) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended, and report why it stopped drafting, if it did."""
         self.open_requests = self.open_requests - 1
         self.ended_requests = self.ended_requests + 1
         self.used_at = time.monotonic()
@@ -172,7 +173,7 @@ class Service:
             counters[f'spec_decode_faults_total{{reason="{metrics.draft_fault}"}}'] += 1
             self._report_once(note, metrics.draft_fault)
 
-    def prometheus(self) -> str:
+    def prometheus_text(self) -> str:
         """Return all counters in the text format of version 0.0.4."""
         waiting = max(0, self.open_requests - self.slots)
         used_pages, pages = self.engine.page_counts

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from spd.runtime import EngineConfig
 
 
-LINE_LIMIT = 64 << 20
+MAX_LINE_BYTES = 64 << 20
+"""Bytes of a line that a server reads."""
 
 
-def runtime_folder(folder: Path) -> Path:
-    """Return the folder of sockets, made if it is missing.
+def make_runtime_folder(folder: Path) -> Path:
+    """Make the folder of sockets if it is missing, and return it.
 
-    Raises ResourceError if other users can access it.
+    Raises ResourceError if it cannot be made, or other users can access it.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -47,9 +48,10 @@ def runtime_folder(folder: Path) -> Path:
     return folder
 
 
-def identity(config: EngineConfig) -> dict[str, Any]:
-    """Return an engine's identity: this version, its options but for slots and what lookup keeps,
-    and its models' files.
+def engine_identity(config: EngineConfig) -> dict[str, Any]:
+    """Return an engine's identity as JSON: this version, its options and its models' files.
+
+    Of the options slots and what lookup keeps do not count, of the files sizes, times and inodes.
     """
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name in ("slots", "pool_tokens", "lookup"):

@@ -13,7 +13,7 @@ from spd.cli.commands.verify import file_hashes
 from spd.formats.gguf.file_kind import model_files
 from spd.formats.gguf.vocabulary import CONTROL
 from spd.runtime.plan.config import EngineConfig
-from spd.server.wire import identity
+from spd.server.wire import engine_identity
 from tests.formats.gguf.gguf_helpers import Value, write_gguf
 from tests.formats.gguf.test_formats_gguf_tokenizer import byte_level, tokenizer_of
 from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors
@@ -79,10 +79,10 @@ def test_a_file_that_ollama_keeps_answers_as_itself(
 
 
 def test_a_server_knows_its_file_and_notices_another(file: Path) -> None:
-    made_of = identity(EngineConfig(model=file))
+    made_of = engine_identity(EngineConfig(model=file))
     assert made_of["model"][0] == str(file) and made_of["model"][1][0] == file.name
     file.write_bytes(file.read_bytes() + b"\0")
-    assert identity(EngineConfig(model=file)) != made_of
+    assert engine_identity(EngineConfig(model=file)) != made_of
 
 
 def test_the_files_of_a_model_are_all_of_its_splits(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_first_compile_is_seen_in_every_command_that_runs_a_model(
 def test_a_server_shows_that_it_loads_before_it_plans(spd_run, monkeypatch) -> None:
     """A plan compiles kernels at a first run."""
     monkeypatch.setattr(spd.runtime, "make_plan", make_failing(UsageError("a plan")))
-    monkeypatch.setattr(spd.server.run, "load", make_failing(UsageError("a load")))
+    monkeypatch.setattr(spd.server.run, "load_engine_thread", make_failing(UsageError("a load")))
     assert_refused(spd_run("serve", "demo", "--port", 0), 2, "error: a load")
 
 

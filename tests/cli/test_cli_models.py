@@ -278,7 +278,7 @@ def test_a_model_that_cannot_be_fetched_is_refused_with_the_reason(
 def test_a_script_downloads_nothing_before_the_command_that_is_named(
     typed, hub, cache, spd_run, script, monkeypatch
 ) -> None:
-    monkeypatch.setattr(run, "load", make_failing(UsageError("no lines to answer")))
+    monkeypatch.setattr(run, "load_engine_thread", make_failing(UsageError("no lines to answer")))
     ran = spd_run(typed.split(), NAME, stdin=b"")
     assert_refused(ran, 3, f"fix: spd pull {NAME}\n")
     assert hub.log == [] and not cache.exists()

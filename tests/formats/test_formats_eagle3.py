@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.eagle3 import ARCHITECTURE, Eagle3Config
+from spd.formats.eagle3 import EAGLE3_ARCHITECTURE, Eagle3Config
 from spd.formats.model_config import ModelConfig
 from tests.formats.formats_helpers import LLAMA, raises_spd_error, write_json
 from tests.helpers import read_model_config
@@ -60,7 +60,11 @@ def read_head_config(folder: Path, config: dict[str, Any]) -> Eagle3Config:
 
 def test_a_head_is_read_as_first_published(tmp_path: Path) -> None:
     config = read_config(tmp_path, FIRST_PUBLISHED)
-    assert (config.architecture, config.num_layers, config.hidden_size) == (ARCHITECTURE, 1, 4096)
+    assert (config.architecture, config.num_layers, config.hidden_size) == (
+        EAGLE3_ARCHITECTURE,
+        1,
+        4096,
+    )
     assert (config.vocab_size, config.dtype, config.tie_embeddings) == (128256, "float16", False)
     assert config.bos_token_id is None and config.eos_token_ids == ()
     assert config.eagle3 == Eagle3Config(

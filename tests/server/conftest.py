@@ -24,7 +24,7 @@ from spd.runtime.engine.driver import EngineThread
 from spd.runtime.engine.grammar import GrammarCompiler, GrammarError
 from spd.runtime.engine.metrics import RequestMetrics
 from spd.runtime.engine.request import Event
-from spd.server.run import Server, listen
+from spd.server.run import Server, open_listener
 from spd.server.service import Service
 from tests.cli.conftest import model, spd_run
 
@@ -114,7 +114,7 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
     thread = EngineThread(load, lambda: (), on_out_of_memory=lambda error: None)
     thread.start()
     service = Service(settings, ["demo"], thread, waiting=waiting, report=write_stderr_line)
-    listener = listen("127.0.0.1", 0)
+    listener = open_listener("127.0.0.1", 0)
     server = Server(service, serve_options.to_server_options(Path()))
     loop = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     loop.start()
@@ -124,7 +124,7 @@ def serving(*, waiting: int = 64, key: str | None = None, **options: Any) -> Ite
             loop.join(0.01)
         yield Served(service, listener.getsockname()[1], server)
     finally:
-        server.drain()
+        server.start_draining()
         loop.join(20)
         assert thread.close(20)
         assert not loop.is_alive()

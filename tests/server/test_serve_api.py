@@ -469,5 +469,5 @@ def test_further_names_of_the_model_are_accepted(
     assert [card["id"] for card in cards] == ["demo", "small"]
     assert served.send("GET", "/v1/models/small")[1]["id"] == "small"
     assert served.send("POST", path, {**body, "model": "gpt-4"})[0] == 404
-    monkeypatch.setattr(served.service, "any_model", True)
+    monkeypatch.setattr(served.service, "accepts_any_model", True)
     assert served.send("POST", path, {**body, "model": "gpt-4"})[0] == 200

@@ -23,7 +23,7 @@ import pytest
 from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE
 from spd.errors import UsageError
 from spd.formats.demo import demo_folder
-from spd.server.run import listen
+from spd.server.run import open_listener
 from tests.cli.cli_processes import run_on_terminal
 from tests.cli.conftest import command_words, wait_until
 from tests.server.conftest import MESSAGES, QUESTION, TEMPLATE
@@ -254,8 +254,11 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(UsageError, match="Address already in use"):
-        listen("127.0.0.1", first.getsockname()[1])
+    with (
+        open_listener("127.0.0.1", 0) as first,
+        pytest.raises(UsageError, match="Address already in use"),
+    ):
+        open_listener("127.0.0.1", first.getsockname()[1])
 
 
 def test_a_folder_that_is_not_ones_own_alone_is_refused(tmp_path: Path) -> None:

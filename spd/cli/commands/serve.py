@@ -107,12 +107,12 @@ def serve(session: Session, options: ServeOptions) -> int:
         return served.control_servers(session, model, stop=options.stop, as_json=options.json)
     from spd.cli.commands.models import ensure_models
     from spd.cli.run_settings import plan_settings
-    from spd.server.run import check_address, listen, load, run
+    from spd.server.run import check_address, load_engine_thread, open_listener, run_server
 
     def load_engine() -> EngineThread[Engine]:
         """Load the engine, show progress, and return its thread."""
         with loading(f"loading {options.model}", session.console) as display:
-            return load(settings, display)
+            return load_engine_thread(settings, display)
 
     def print_message(message: str) -> None:
         """Print a line to standard error unless --quiet is set."""
@@ -120,10 +120,10 @@ def serve(session: Session, options: ServeOptions) -> int:
             write_stderr_line(message)
 
     check_address(options.host, options.api_key)
-    with listen(options.host, options.port) as listener:
+    with open_listener(options.host, options.port) as listener:
         ensure_models(session, options)
         settings = plan_settings(options.to_generate_options())
-        received = run(
+        received = run_server(
             options.to_server_options(session.runtime_folder),
             settings,
             listener,

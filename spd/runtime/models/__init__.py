@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from spd.formats.assistant import ARCHITECTURE as ASSISTANT
-from spd.formats.block import ARCHITECTURE as BLOCK
+from spd.formats.assistant import ASSISTANT_ARCHITECTURE
+from spd.formats.block import BLOCK_ARCHITECTURE
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.eagle3 import ARCHITECTURE as EAGLE3
+from spd.formats.eagle3 import EAGLE3_ARCHITECTURE
 from spd.formats.model_config import ModelConfig
 from spd.runtime.models import assistant, block, eagle3, families
 from spd.runtime.models.weights import ModelLayout, check_weights
@@ -43,9 +43,9 @@ FAMILIES = {
 }
 """The layout functions of models, by architecture."""
 LAYOUTS = FAMILIES | {
-    EAGLE3: eagle3.layout,
-    ASSISTANT: assistant.layout,
-    BLOCK: block.layout,
+    EAGLE3_ARCHITECTURE: eagle3.layout,
+    ASSISTANT_ARCHITECTURE: assistant.layout,
+    BLOCK_ARCHITECTURE: block.layout,
 }
 """The layout functions of models, and of heads that only draft."""
 

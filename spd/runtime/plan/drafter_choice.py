@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd.errors import IncompatibleError, SpdError, UsageError
-from spd.formats.assistant import ARCHITECTURE as ASSISTANT
+from spd.formats.assistant import ASSISTANT_ARCHITECTURE
 from spd.formats.demo import DEMOS, demo_draft_folder, demo_eagle3_folder, demo_folder
 from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
@@ -158,7 +158,7 @@ def _drafter_with_mtp(
 
 def _is_assistant(path: Path) -> bool:
     """True if a GGUF file holds an assistant. Raises SpdError where it cannot be read."""
-    return ModelFolder(path).fields.get("architectures") == [ASSISTANT]
+    return ModelFolder(path).fields.get("architectures") == [ASSISTANT_ARCHITECTURE]
 
 
 def _find_assistant(target: ModelFolder) -> Path | None:
