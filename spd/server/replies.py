@@ -73,7 +73,7 @@ class RequestGroup:
             self._loop.call_soon_threadsafe(self._handle_update, index, update)
 
     def _handle_update(self, index: int, update: Update) -> None:
-        """Count a request's end, pass the update on, and begin the next request behind a last one."""
+        """Count a request's end, pass the update on; begin the next request behind a last one."""
         reason = "error" if isinstance(update, BaseException) else update.finish_reason
         if reason is not None:
             self._open.discard(index)
