@@ -118,7 +118,7 @@ def _start_template(folder: ModelFolder) -> None:
     """Start the process that renders the chat template: it starts while the tokenizer is read."""
     with suppress(SpdError):  # a faulty file is refused where it is needed
         if folder.template is not None:
-            folder.template.start()
+            folder.template.start_process()
 
 
 def engine_config(options: EngineOptions, folder: Path | ModelFolder) -> EngineConfig:

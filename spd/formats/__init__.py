@@ -2,5 +2,5 @@
 
 Everything in such a folder is untrusted data. Each module reads one file or one convention. Any
 fault of a file raises `CheckpointError`, in one line that begins with the file and names the field
-or the tensor; docstrings mention other errors only.
+or the tensor; "refuse" in a docstring means that, and not every docstring repeats it.
 """

@@ -27,10 +27,10 @@ from spd.formats.thinking import THINKING_SWITCHES, find_thinking_switch, switch
 from spd.formats.tokenizer import Tokenizer
 from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
 
-TEMPLATE_LIMIT = 1_000_000  # bytes; the longest published template is below 50 kB
+MAX_TEMPLATE_BYTES = 1_000_000  # bytes; the longest published template is below 50 kB
 TEMPLATES_FOLDER = "additional_chat_templates"  # a file for each named template
 _TEMPLATE_NAMES = ("default", "tool_use")
-REPLY_LIMIT = 1 << 30  # bytes
+MAX_REPLY_BYTES = 1 << 30  # bytes
 # Noncharacters of Unicode, reserved for use inside a program; then the private use area.
 _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))
 
@@ -49,9 +49,9 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, folder: Path, config: TokenizerConfig | None = None) -> ChatTemplate | None:
-        """Return a folder's template, `None` without one; that of a separate file wins.
+        """Read a folder's template, `None` without one; that of a separate file wins.
 
-        config: the folder's, where it was read before.
+        config: tokens of the folder's files, where they were read before.
         """
         names = list_folder(folder)
         config = config or read_tokenizer_config(folder)
@@ -62,7 +62,7 @@ class ChatTemplate:
         templates: dict[str, str] = {}
         if "chat_template.jinja" in names:
             where = str(folder / "chat_template.jinja")
-            templates["default"] = read_text(folder / "chat_template.jinja", TEMPLATE_LIMIT)
+            templates["default"] = read_text(folder / "chat_template.jinja", MAX_TEMPLATE_BYTES)
         else:
             key = "chat_template"
             file_fields = Fields.read(folder / f"{key}.json") if f"{key}.json" in names else None
@@ -84,7 +84,7 @@ class ChatTemplate:
             raise CheckpointError(f"{where}: {message}")
         return cls(where, templates, special)
 
-    def start(self) -> None:
+    def start_process(self) -> None:
         """Start the process that renders, so that it is ready when it is asked."""
         with suppress(EngineError):  # rendering raises it again
             self._process.start()
@@ -150,12 +150,12 @@ def _read_templates(fields: Fields, key: str) -> dict[str, str]:
 
 
 def _read_named_templates(folder: Path) -> dict[str, str]:
-    """Return the supported templates in a folder of named ones, by name."""
+    """Read the supported templates in a folder of named ones; return them by name."""
     if not folder.is_dir():
         return {}
     names = list_folder(folder)
     paths = {name: folder / f"{name}.jinja" for name in _TEMPLATE_NAMES if f"{name}.jinja" in names}
-    return {name: read_text(path, TEMPLATE_LIMIT) for name, path in paths.items()}
+    return {name: read_text(path, MAX_TEMPLATE_BYTES) for name, path in paths.items()}
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,7 @@ def render_chat(
         raise UsageError("the messages use every private character of Unicode")
 
     def mark_tokens(text: str) -> str:
+        """Return a text with a mark inside each special token's name."""
         return special.sub(lambda match: _insert_mark(match[0], mark), text)
 
     marked = [_map_mapping(message, mark_tokens) for message in messages]
@@ -307,7 +308,7 @@ class TemplateProcess:
                 with suppress(OSError, ValueError):
                     process.stdin.write(request + b"\n")
                     process.stdin.flush()
-                    reply = json.loads(process.stdout.readline(REPLY_LIMIT))
+                    reply = json.loads(process.stdout.readline(MAX_REPLY_BYTES))
             finally:
                 # Also after an interrupt: the pending reply must not be read by another request.
                 if reply is None or "memory" in reply:
@@ -326,6 +327,7 @@ class TemplateProcess:
 
 
 def _start_process() -> subprocess.Popen[bytes]:
+    """Start a worker and return it. Raises EngineError when it cannot be started."""
     code = "from spd.formats.template_worker import main; main()"
     pipe = subprocess.PIPE
     try:  # in a separate session: Ctrl-C in the terminal must not reach the worker
@@ -342,6 +344,7 @@ def _start_process() -> subprocess.Popen[bytes]:
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker, close its pipes, and wait until it has ended."""
     process.kill()
     # Closes the pipes and waits; a request that was not read cannot be flushed.
     with suppress(OSError), process:

@@ -37,9 +37,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_TENSORS = 1 << 20
-INDEX_LIMIT = 40_000_000
+"""Tensors of a checkpoint, experts counted one by one."""
+MAX_INDEX_BYTES = 40_000_000
 """Bytes; the largest published indices, of 140 thousand tensors, have 20 million."""
-PIECE = 8 << 20
+PIECE_BYTES = 8 << 20
 """Bytes of a tensor that are in memory at a time, where it is copied from file to file."""
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 TORCH_NAMES = {
@@ -104,7 +105,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         notes: Sequence[str] = (),
         weight_map: Mapping[str, str] = MappingProxyType({}),
     ) -> Checkpoint:
-        """Read and check the headers of shards.
+        """Read and check the headers of shards; return their checkpoint.
 
         weight_map: the shard of each tensor by an index, which decides where two shards hold one.
         """
@@ -122,7 +123,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 name = text_name(meta.name)
                 if weight_map.get(name, shard) == shard:
                     indexed.add(name)
-                    cls._add(tensors, unpack_experts(name, meta))
+                    cls._add_parts(tensors, unpack_experts(name, meta))
                 else:
                     misplaced.setdefault(name, meta)
         stale: list[str] = []
@@ -132,13 +133,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 where = f"{display_text(meta.name)} in {meta.shard.name}"
                 stale.append(f"{where}: the index says {owner}")
             else:  # the index is wrong, and there is no other tensor of this name
-                cls._add(tensors, unpack_experts(name, meta))
+                cls._add_parts(tensors, unpack_experts(name, meta))
         unused = [f"not used: {description}" for description in abbreviate(stale)]
         return cls(folder, tensors, identities, (*notes, *unused))
 
     @staticmethod
-    def _add(tensors: dict[str, TensorMeta], parts: Iterable[tuple[str, TensorMeta]]) -> None:
-        """Add the parts of a tensor; refuse a name that is there, or too many tensors."""
+    def _add_parts(tensors: dict[str, TensorMeta], parts: Iterable[tuple[str, TensorMeta]]) -> None:
+        """Add the parts of a tensor to `tensors`.
+
+        Refuse a name that is there, or too many tensors.
+        """
         for name, part in parts:
             if name in tensors:
                 other = tensors[name].shard.name
@@ -227,14 +231,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise ValueError(f"{name}: {list(meta.shape)} has no rows {rows}")
         if tensor.nbytes:
             data = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-            self._fill(memoryview(data).cast("B"), meta, offset)
+            self._fill_memory(memoryview(data).cast("B"), meta, offset)
         return tensor if into is None or into is tensor else into.copy_(tensor)
 
     def read_pieces(self, meta: TensorMeta) -> Iterator[bytes]:
-        """Yield a tensor's bytes as they are stored."""
-        for first in range(0, meta.nbytes, PIECE):
-            piece = bytearray(min(PIECE, meta.nbytes - first))
-            self._fill(memoryview(piece), meta, first)
+        """Read a tensor's bytes as they are stored, and yield them in pieces."""
+        for first in range(0, meta.nbytes, PIECE_BYTES):
+            piece = bytearray(min(PIECE_BYTES, meta.nbytes - first))
+            self._fill_memory(memoryview(piece), meta, first)
             yield bytes(piece)
 
     def tensors_equal(self, name: str, other: Checkpoint, other_name: str) -> bool:
@@ -245,8 +249,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             return False
         return all(map(eq, self.read_pieces(meta), other.read_pieces(other_meta)))
 
-    def _fill(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
-        """Read a tensor's bytes from `offset` on; refuse a file that has changed."""
+    def _fill_memory(self, memory: memoryview, meta: TensorMeta, offset: int) -> None:
+        """Fill a memory with a tensor's bytes from `offset` on; refuse a file that has changed."""
         read_exactly(self.open_shard(meta.shard), memory, meta.offset + offset, meta.shard)
         self._check_identity(meta.shard)
 
@@ -268,15 +272,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._files.popitem()[1].close()
 
     def __exit__(self, *exception: object) -> None:
+        """Close the files."""
         self.close()
 
     def _check_identity(self, shard: Path) -> None:
+        """Refuse a shard that is no longer the file whose header was checked."""
         with convert_os_errors(shard):
             if file_identity(os.stat(shard)) != self._identities[shard]:
                 raise CheckpointError(f"{shard}: changed while in use")
 
 
 def _too_many_error(shard: Path) -> CheckpointError:
+    """Return the error for a shard with which there are too many tensors."""
     return CheckpointError(f"{shard}: holds more than {MAX_TENSORS:,} tensors")
 
 
@@ -307,8 +314,8 @@ def read_exactly(descriptor: int, view: memoryview, offset: int, path: Path) -> 
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the shard of every tensor; refuse names of shards that could leave their folder."""
-    fields = Fields.read(path, INDEX_LIMIT)
+    """Read an index: the shard of every tensor; refuse shards that could leave their folder."""
+    fields = Fields.read(path, MAX_INDEX_BYTES)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         reason = "is not an object that names a shard for each tensor"

@@ -16,3 +16,4 @@ def demo_folder(name: str = "demo") -> Path:
 
 demo_draft_folder = partial(demo_folder, "demo/draft")
 demo_eagle3_folder = partial(demo_folder, "demo/eagle3")
+"""Return the folders of the first demo's draft model and EAGLE-3 head."""

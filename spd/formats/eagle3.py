@@ -42,6 +42,7 @@ ARCHITECTURES = (
 )
 MODEL_TYPE = "eagle3"
 MAX_AUX_LAYERS = 16
+"""Streams that a head may read."""
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 OTHER_AUX_LAYERS_KEY = "aux_hidden_state_layer_ids"
 LAYER_PREFIX = "layers.0."
@@ -50,6 +51,7 @@ TOKEN_OFFSETS = "d2t"
 EMBEDDING = "embed_tokens.weight"
 FINAL_NORM = "norm.weight"
 FUSION = "fc.weight"
+"""Names of the tensors outside of the layer."""
 _SUPPORTED = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
@@ -68,13 +70,15 @@ class Eagle3Config:
     draft_vocab_size: int
     """The number of token ids that the head has logits for."""
     configured_layers: tuple[int, ...] | None
+    """For each stream, the layers that it has passed; None: the file states none."""
     num_aux_layers: int
+    """Streams that the head reads."""
     norm_before_residual: bool = field(metadata=json_key("norm_before_residual"))
     norm_before_fc: bool = field(metadata=json_key("norm_before_fc"))
     fc_norm: bool = field(metadata=json_key("fc_norm"))
     norm_output: bool = field(metadata=json_key("norm_output"))
     private_embedding: bool = False
-    """The head needs its own embedding, since the target's has another size."""
+    """True if the head needs its own embedding, since the target's has another size."""
 
     def aux_layers(self, target_layers: int) -> tuple[int, ...]:
         """Return, for each stream that the head reads, the number of layers that it has passed.
@@ -106,9 +110,9 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
     nested = fields.optional_nested("eagle_config") or Fields(f"{fields.where}: eagle_config", {})
     nested.refuse_unsupported_values(_SUPPORTED)
     aux_layers = (
-        _read_layers(fields, AUX_LAYERS_KEY, 0)
-        or _read_layers(fields, OTHER_AUX_LAYERS_KEY, 0)
-        or _read_layers(nested, AUX_LAYERS_KEY, 1)
+        _read_layer_numbers(fields, AUX_LAYERS_KEY, 0)
+        or _read_layer_numbers(fields, OTHER_AUX_LAYERS_KEY, 0)
+        or _read_layer_numbers(nested, AUX_LAYERS_KEY, 1)
     )
     hidden_size = layer.get("hidden_size")
     defaults = {
@@ -153,7 +157,7 @@ def _is_eagle3(fields: Fields) -> bool:
     return names == ["LlamaForCausalLM"] and "draft_vocab_size" in fields
 
 
-def _read_layers(fields: Fields, key: str, offset: int) -> tuple[int, ...] | None:
+def _read_layer_numbers(fields: Fields, key: str, offset: int) -> tuple[int, ...] | None:
     """Return an ascending list of layers, `offset` added to each.
 
     None where it is absent or empty.

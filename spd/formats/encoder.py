@@ -41,13 +41,17 @@ class Encoder:
         self._is_stuck = False
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
-        """Return the ids of a text. Raises CheckpointError after the time limit."""
+        """Return the ids of a text; wait for the thread unless the text is short.
+
+        Raises CheckpointError after the time limit, for every later text too, and what `encode`
+        raises.
+        """
         if len(text) <= SHORT_TEXT:
             return self._encode(text, parse_special)
         if self._is_stuck:
             raise self._timeout_error()
         if self._thread is None or self._process != os.getpid():
-            self._start()
+            self._start_thread()
         thread = self._thread
         assert thread is not None and thread.ident is not None
         clock = time.pthread_getcpuclockid(thread.ident)
@@ -70,7 +74,8 @@ class Encoder:
             raise result
         return result
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
+        """Start a thread with queues of its own, which ends with this object."""
         self._texts = queue.SimpleQueue()
         self._results = queue.SimpleQueue()
         self._process = os.getpid()
@@ -80,6 +85,7 @@ class Encoder:
         weakref.finalize(self, self._texts.put, None)  # ends the thread with this object
 
     def _timeout_error(self) -> CheckpointError:
+        """Return the error for a text beyond the time limit."""
         reason = "its patterns take too long for this text"
         return CheckpointError(f"{self._where}: pre_tokenizer or normalizer: {reason}")
 

@@ -24,9 +24,10 @@ The largest published tokenizers have about 35 million.
 
 
 def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
-    """Return all of a file, which may be a FIFO, or of stdin ("-").
+    """Read all of a file, which may be a FIFO, or of stdin ("-").
 
-    Raises NotFoundError, and UsageError where it cannot be read or has more than `limit` bytes.
+    fix: that of the errors. Raises NotFoundError, and UsageError where it cannot be read or has
+    more than `limit` bytes.
     """
     display_name = "stdin" if name == "-" else str(name)
     try:
@@ -47,7 +48,10 @@ def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
 
 
 def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str:
-    """Return the same as text, which must be UTF-8, without a byte order mark."""
+    """Read all of a file or of stdin ("-") as UTF-8 text, without a byte order mark.
+
+    Raises what `read_input` raises, and UsageError for other bytes.
+    """
     data = read_input(name, fix, limit)
     try:
         return data.decode("utf-8-sig")
@@ -59,9 +63,10 @@ def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str
 
 
 def open_output(path: Path, *, append: bool = False) -> int:
-    """Return a descriptor for writing, of a file that is emptied unless `append`.
+    """Open a file for writing, made if it is missing and emptied unless `append`.
 
-    A regular file is locked. Raises OSError, and UsageError where another process has the lock.
+    Returns its descriptor. A regular file is locked until that is closed. Raises OSError, and
+    UsageError where another process has the lock.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
     try:
@@ -82,16 +87,16 @@ def open_output(path: Path, *, append: bool = False) -> int:
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file through a temporary one with an unpredictable name.
+    """Write a file through a temporary one beside it, and wait until the disk has it.
 
-    The file is never incomplete.
+    The file is never incomplete. mode: the permissions of a new file. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            sync(file)
+            sync_file(file)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -100,7 +105,7 @@ def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> Non
     sync_folder(path.parent)
 
 
-def sync(file: BinaryIO) -> None:
+def sync_file(file: BinaryIO) -> None:
     """Flush a file, and return when its bytes have reached the disk."""
     file.flush()
     os.fsync(file.fileno())

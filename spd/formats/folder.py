@@ -45,7 +45,10 @@ class ModelFolder(os.PathLike[str]):
 
     @classmethod
     def resolve(cls, reference: str) -> ModelFolder:
-        """Return the folder of a path or a model's name; see `resolve_model`."""
+        """Return the folder of a path or a model's name, which must exist; see `resolve_model`.
+
+        Raises NotFoundError and UsageError.
+        """
         return cls(resolve_model(reference))
 
     @cached_property
@@ -90,7 +93,7 @@ class ModelFolder(os.PathLike[str]):
         )
 
     def _is_tied(self, declared_tied: bool) -> bool:
-        """True if the embedding is the output head too, by the configuration and the weights.
+        """Read the weights; True if the embedding is the output head too, by them and the flag.
 
         As in transformers, a stored head is used where it differs from the embedding.
         """
@@ -167,9 +170,11 @@ class ModelFolder(os.PathLike[str]):
             )
 
     def __fspath__(self) -> str:
+        """Return the path as text."""
         return str(self.path)
 
     __str__ = __fspath__
 
     def __reduce__(self) -> tuple[type[ModelFolder], tuple[Path]]:
+        """Pickle the path alone."""
         return ModelFolder, (self.path,)

@@ -27,7 +27,7 @@ from spd import errors
 from spd.errors import IncompatibleError, NetworkError, NotFoundError, ResourceError
 from spd.formats.checkpoint import read_weight_map
 from spd.formats.files import write_atomically
-from spd.formats.gguf.file_sets import FileSet, choose_one, file_sets, find_drafter
+from spd.formats.gguf.file_sets import FileSet, choose_one_set, file_sets, find_drafter
 from spd.formats.hub import cache_folder, cached_folder, check_repository_name
 from spd.formats.json_file import display_text, one_line
 from spd.formats.names import (
@@ -126,7 +126,7 @@ def _choose_gguf(
     sets = file_sets(_gguf_sizes(offered))
     if not sets and tag is None:
         return None
-    chosen = choose_one(sets, name, tag, free)
+    chosen = choose_one_set(sets, name, tag, free)
     if len(chosen.files) != chosen.expected:
         files = f"{len(chosen.files)} of the {chosen.expected} files of {chosen.tag}"
         raise IncompatibleError(f"{name}: the repository has {files}")

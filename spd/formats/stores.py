@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from spd.errors import CheckpointError
-from spd.formats.gguf.file_sets import SUFFIX, FileSet, file_sets
+from spd.formats.gguf.file_sets import GGUF_SUFFIX, FileSet, file_sets
 from spd.formats.json_file import Fields, display_text
 from spd.formats.names import CONFIG_FILE
 from spd.formats.snapshots import current_snapshot, has_safetensors
@@ -142,7 +142,7 @@ def _gguf_file_sizes(folder: Path, depth: int = 2) -> dict[str, int]:
     patterns = ["*", "*/*"][:depth]
     paths = (path for pattern in patterns for path in folder.glob(pattern))
     for path in islice(paths, MAX_ENTRIES):
-        if path.name.casefold().endswith(SUFFIX) and path.is_file():
+        if path.name.casefold().endswith(GGUF_SUFFIX) and path.is_file():
             with suppress(OSError):
                 sizes[str(path.relative_to(folder))] = path.stat().st_size
     return sizes

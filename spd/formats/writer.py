@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from spd.errors import ResourceError
 from spd.formats.checkpoint import Checkpoint
-from spd.formats.files import sync, sync_folder, write_atomically
+from spd.formats.files import sync_file, sync_folder, write_atomically
 from spd.formats.safetensors_header import DTYPE_BITS, TensorMeta
 
 ReportProgress = Callable[[int, int], None]
@@ -82,7 +82,7 @@ def write_tensors(
                 raise ValueError(
                     f"{tensor.name}: {written - begin} bytes came, {tensor.nbytes} were announced"
                 )
-        sync(file)
+        sync_file(file)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from spd.errors import CheckpointError, NotFoundError, UsageError
 from spd.formats import hub
-from spd.formats.gguf.file_sets import choose, choose_one, file_sets, find_drafter
+from spd.formats.gguf.file_sets import choose_by_tag, choose_one_set, file_sets, find_drafter
 from spd.formats.hub import find_stored_model, list_models, resolve_model
 from spd.formats.stores import HUB, LLAMA_CPP, LM_STUDIO, OLLAMA, Store, StoredModel
 
@@ -116,12 +116,12 @@ def test_a_split_of_one_file_is_apart_from_a_file_of_its_name() -> None:
     ],
 )
 def test_a_tag_means_a_quantization_or_a_name(tag: str, meant: list[str]) -> None:
-    assert [file_set.files[0] for file_set in choose(file_sets(SIZES), tag)] == meant
+    assert [file_set.files[0] for file_set in choose_by_tag(file_sets(SIZES), tag)] == meant
 
 
 def test_a_quantization_wins_over_a_makers_variant_of_it() -> None:
     sets = file_sets({"M-UD-Q8_0.gguf": 1, "M-Q8_0.gguf": 2})
-    assert [file_set.files[0] for file_set in choose(sets, "Q8_0")] == ["M-Q8_0.gguf"]
+    assert [file_set.files[0] for file_set in choose_by_tag(sets, "Q8_0")] == ["M-Q8_0.gguf"]
 
 
 def test_mtp_layers_beside_a_model_are_of_its_quantization_or_the_default() -> None:
@@ -136,7 +136,7 @@ def test_without_a_choice_all_are_listed_with_what_fits() -> None:
     gib = 1 << 30
     sets = file_sets({"M-Q4_K_M.gguf": 4 * gib, "M-Q8_0.gguf": 8 * gib, "M-BF16.gguf": 16 * gib})
     with pytest.raises(UsageError, match="org/M: holds 3 models as GGUF") as no_choice:
-        choose_one(sets, "org/M", None, 10 * gib)
+        choose_one_set(sets, "org/M", None, 10 * gib)
     words = [" ".join(line.split()) for line in no_choice.value.reason]
     assert words == [
         "4.00 GiB fits Q4_K_M",
@@ -145,9 +145,9 @@ def test_without_a_choice_all_are_listed_with_what_fits() -> None:
     ]
     assert no_choice.value.fix == ("spd pull org/M:Q8_0",)
     with pytest.raises(UsageError, match="has no GGUF file 'Q2_K'") as missing:
-        choose_one(sets, "org/M", "Q2_K", gib)
+        choose_one_set(sets, "org/M", "Q2_K", gib)
     assert missing.value.fix == ("spd pull org/M:Q4_K_M",)
-    assert choose_one(sets[:1], "org/M", None, 0) is sets[0]
+    assert choose_one_set(sets[:1], "org/M", None, 0) is sets[0]
 
 
 # Stores

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spd.formats.gguf.block_types import BY_NAME
+from spd.formats.gguf.block_types import TYPES_BY_NAME
 from spd.kernels.linear.few_bits import GroupedWeight, pack_nibbles
 from spd.runtime.load.gguf_codes import SPLITTERS
 from spd.runtime.models.gguf_forms import FORMS
@@ -17,7 +17,7 @@ FLOATS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q6_K"
 def drawn_blocks(name: str, rows: int, columns: int) -> Tensor:
     """Return random blocks uint8 [rows * blocks of a row, bytes of a block], whose floats are
     small."""
-    kind = BY_NAME[name]
+    kind = TYPES_BY_NAME[name]
     generator = torch.Generator().manual_seed(rows * columns + kind.number)
     count = rows * columns // kind.elements
     blocks = torch.randint(0, 256, (count, kind.nbytes), generator=generator).to(torch.uint8)

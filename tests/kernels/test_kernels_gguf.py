@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from spd.formats.gguf.block_types import BY_NAME
+from spd.formats.gguf.block_types import TYPES_BY_NAME
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.linear import tiled_weight
 from spd.kernels.linear.few_bits import StackedWeight
@@ -42,7 +42,7 @@ def test_codes_mean_what_blocks_mean(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_packed_matrices_take_little_more_than_the_file(name: str) -> None:
-    kind = BY_NAME[name]
+    kind = TYPES_BY_NAME[name]
     assert FORMS[name].count_bytes((64, 1024)) <= MOST_BYTES * 64 * kind.row_bytes(1024)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.formats.gguf.block_types import BY_NAME
+from spd.formats.gguf.block_types import TYPES_BY_NAME
 from spd.kernels.experts import moe
 from spd.kernels.linear.activation import SILU, Activation
 from spd.kernels.linear.few_bits import quantize_int8
@@ -243,7 +243,7 @@ EXPERTS += [("plain", act, *SIZES[1]) for act in ACTS[1:]] + [
 """With biases where the activation is gpt-oss's."""
 IN_LANE: tuple[int, ...] = (1, 6, 8, 9, 12, 17)
 BLOCKS = [
-    (name, SILU, 2, *((256, 256) if BY_NAME[name].elements == 256 else (64, 96)), 3, 2)
+    (name, SILU, 2, *((256, 256) if TYPES_BY_NAME[name].elements == 256 else (64, 96)), 3, 2)
     for name in FORMS
 ]
 IN_LANE += tuple(len(EXPERTS) + [*FORMS].index(name) for name in ("Q4_0", "Q8_0"))

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spd.formats.gguf.block_types import BY_NAME
+from spd.formats.gguf.block_types import TYPES_BY_NAME
 from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, write_gguf
 
 SIZES = {
@@ -54,7 +54,7 @@ DEFAULT_LEVEL = 8.0
 def block_bytes(kind: str, shape: Sequence[int], seed: str, std: float) -> bytes:
     """Return random blocks whose values are about as large as `std`."""
     draw = random.Random(f"{seed} {kind}")
-    block = BY_NAME[kind]
+    block = TYPES_BY_NAME[kind]
     count = math.prod(shape) // block.elements
     if block.elements == 1:
         return _floats(kind, [draw.gauss(0, std) for _ in range(count)])

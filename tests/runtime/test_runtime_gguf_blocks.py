@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spd.formats.gguf.block_types import BY_NAME, READABLE_TYPES
+from spd.formats.gguf.block_types import READABLE_TYPES, TYPES_BY_NAME
 from spd.runtime.load.gguf_blocks import DEQUANTIZERS
 
 VECTORS = [
@@ -40,7 +40,7 @@ VECTORS = [
 
 def random_blocks(name: str, count: int) -> torch.Tensor:
     """Return random uint8 blocks; each of the first 256 repeats one byte value."""
-    blocks = torch.randint(0, 256, (256 + count, BY_NAME[name].nbytes), dtype=torch.uint8)
+    blocks = torch.randint(0, 256, (256 + count, TYPES_BY_NAME[name].nbytes), dtype=torch.uint8)
     blocks[:256] = torch.arange(256, dtype=torch.uint8)[:, None]
     return blocks
 
@@ -52,9 +52,9 @@ def test_every_type_that_is_read_has_values() -> None:
 
 @pytest.mark.parametrize(("name", "expected"), VECTORS)
 def test_values_of_a_fixed_block_are_right(name: str, expected: dict[int, float]) -> None:
-    numbers = [(7 * i + 3) % 120 for i in range(BY_NAME[name].nbytes)]
+    numbers = [(7 * i + 3) % 120 for i in range(TYPES_BY_NAME[name].nbytes)]
     values = DEQUANTIZERS[name](torch.tensor([numbers], dtype=torch.uint8))
-    assert values.shape == (1, BY_NAME[name].elements)
+    assert values.shape == (1, TYPES_BY_NAME[name].elements)
     assert {at: values[0, at].item() for at in expected} == expected
 
 

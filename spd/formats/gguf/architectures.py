@@ -29,7 +29,7 @@ from spd.formats.gguf.names import (
     Names,
 )
 
-KEYS = {
+COMMON_KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -79,9 +79,11 @@ GEMMA4_KEYS = {
 """Keys of Gemma 4."""
 
 Changes = Mapping[str, ChangeName]
+"""Changes of tensors by their names without ending."""
 ROTARY_CHANGES: Changes = {"attn_q": "query_pairs", "attn_k": "key_pairs"}
 """Changes of tensors whose rows the converter orders by pairs that rotate together."""
 DECAY_CHANGES: Changes = {"ssm_a": "decay"}
+"""Changes of recurrent layers whose heads are stored in Hugging Face's order."""
 TILED_CHANGES: Changes = {
     "attn_qkv": "tiled_channels",
     "attn_gate": "tiled_values",
@@ -104,7 +106,7 @@ class GgufArchitecture:
     variants: Mapping[str, str] = field(default_factory=dict)
     """Another class, by a key that the file has, or by a tensor's name in its layer."""
     keys: Mapping[str, str | None] = field(default_factory=dict)
-    """Keys in addition to `KEYS`, or with another meaning; None: the key is ignored."""
+    """Keys in addition to `COMMON_KEYS`, or with another meaning; None: the key is ignored."""
     constants: Mapping[str, object] = field(default_factory=dict)
     """Values of Hugging Face's configuration that no key of the file has."""
     names: Names = field(default_factory=dict)

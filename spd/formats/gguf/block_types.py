@@ -61,8 +61,8 @@ _TYPES = (
     BlockType(40, "NVFP4", 64, 36),
     BlockType(41, "Q1_0", 128, 18),
 )
-BY_NUMBER = {block_type.number: block_type for block_type in _TYPES}
-BY_NAME = {block_type.name: block_type for block_type in _TYPES}
+TYPES_BY_NUMBER = {block_type.number: block_type for block_type in _TYPES}
+TYPES_BY_NAME = {block_type.name: block_type for block_type in _TYPES}
 
 _REMOVED = "which llama.cpp no longer reads"
 _OF_IK_LLAMA = "a type of ik_llama.cpp's own"

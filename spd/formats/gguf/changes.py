@@ -31,8 +31,11 @@ class TiledHeads:
     """
 
     keys: int
+    """Key heads."""
     per_key: int
+    """Value heads of a key head."""
     width: int
+    """Rows or columns of a value head."""
     first: int = 0
     dim: int = 0
 

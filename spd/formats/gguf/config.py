@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from spd.errors import CheckpointError
 from spd.formats.assistant import ARCHITECTURES as ASSISTANTS
 from spd.formats.family_keys import CAUSAL
-from spd.formats.gguf.architectures import ARCHITECTURES, KEYS, GgufArchitecture
+from spd.formats.gguf.architectures import ARCHITECTURES, COMMON_KEYS, GgufArchitecture
 from spd.formats.gguf.container import GgufFile
 from spd.formats.gguf.derived import DERIVED_VALUES
 from spd.formats.gguf.keys import FULL, SLIDING, Keys, most_common
@@ -20,6 +20,7 @@ from spd.formats.gguf.rotation import read_rotation
 from spd.formats.json_file import Fields, abbreviate, display_text
 
 _END_ID_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of tokens that end a reply, behind `tokenizer.ggml.`."""
 
 
 def read_architecture(file: GgufFile) -> tuple[str, GgufArchitecture]:
@@ -53,7 +54,7 @@ def read_config(file: GgufFile) -> Fields:
         **architecture.constants,
     }
     file_keys: dict[str, str] = {}
-    for gguf_key, key in {**KEYS, **architecture.keys}.items():
+    for gguf_key, key in {**COMMON_KEYS, **architecture.keys}.items():
         value = keys.json_value(gguf_key)
         if key is not None and value is not None:
             values[key] = value
@@ -66,11 +67,13 @@ def read_config(file: GgufFile) -> Fields:
     if name in DERIVED_VALUES:
         values |= DERIVED_VALUES[name](keys, values)
     if architecture.wrapper_class is not None:
-        values = _wrap(keys, architecture.wrapper_class, values)
+        values = _wrap_in_assistant(keys, architecture.wrapper_class, values)
     return Fields(str(file.path), values, file_keys)
 
 
-def _wrap(keys: Keys, wrapper_class: str, text_values: Mapping[str, object]) -> dict[str, object]:
+def _wrap_in_assistant(
+    keys: Keys, wrapper_class: str, text_values: Mapping[str, object]
+) -> dict[str, object]:
     """Return the configuration of an assistant around that of its layers."""
     return {
         "architectures": [wrapper_class],

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import BinaryIO
 
 from spd.errors import CheckpointError
-from spd.formats.gguf.block_types import BY_NUMBER, UNREADABLE_TYPES, BlockType
+from spd.formats.gguf.block_types import TYPES_BY_NUMBER, UNREADABLE_TYPES, BlockType
 from spd.formats.gguf.file_kind import MAGIC, MAX_SPLITS
 from spd.formats.json_file import (
     FileIdentity,
@@ -32,27 +32,28 @@ from spd.formats.json_file import (
     open_regular_file,
 )
 
-VERSIONS = (2, 3)
-ALIGNMENT = 32
+SUPPORTED_VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
 """Bytes, in a file without `general.alignment`."""
 MAX_ALIGNMENT = 1 << 16
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
 MAX_DIMENSIONS = 4
+"""Limits of a file: bytes of its alignment, keys, tensors, dimensions of a tensor."""
 MAX_SIZE = 1 << 48
 """Elements of a dimension, bytes of an offset."""
-MAX_NAME = 4096
+MAX_NAME_BYTES = 4096
 """Bytes of a key's name or a tensor's."""
-MAX_STRING = 1 << 24
+MAX_STRING_BYTES = 1 << 24
 """Bytes of one string; the longest published ones are chat templates of some 20 thousand."""
 MAX_ELEMENTS = 1 << 22
 """Elements of all arrays together.
 
 A vocabulary of 262 thousand with scores and merges has 1.3 million.
 """
-MAX_HEADER = 1 << 28
+MAX_HEADER_BYTES = 1 << 28
 """Bytes before those of the tensors; published files have up to 20 million."""
-PIECE = 4 << 20
+PIECE_BYTES = 4 << 20
 """Bytes of a header that are read at a time."""
 
 GgufScalar = bool | int | float | str
@@ -99,7 +100,7 @@ class GgufFile:
         Raises CheckpointError for values that are out of range, disagree, or are missing.
         """
         split_name = _SPLIT_NAME.fullmatch(path.name)
-        header = _read_file(path)
+        header = _read_file_header(path)
         count = _split_number(header, "split.count", 1)
         if count == 1:
             identities = {path: header.identity}
@@ -113,7 +114,7 @@ class GgufFile:
             split_path = path.with_name(
                 f"{split_name[1]}-{number:05d}-of-{split_name[3]}{split_name[4]}"
             )
-            headers.append(header if split_path == path else _read_file(split_path))
+            headers.append(header if split_path == path else _read_file_header(split_path))
             tensor_count += len(headers[-1].tensors)
             if tensor_count > MAX_TENSORS:
                 raise _too_many_error(split_path)
@@ -172,10 +173,12 @@ def _split_number(header: _FileHeader, key: str, default: int) -> int:
 
 
 def _file_error(path: Path, reason: str) -> CheckpointError:
+    """Return the error of a file for a reason."""
     return CheckpointError(f"{path}: {reason}")
 
 
 def _too_many_error(path: Path) -> CheckpointError:
+    """Return the error of a file with which there are too many tensors."""
     return _file_error(path, f"holds more than {MAX_TENSORS:,} tensors")
 
 
@@ -190,15 +193,16 @@ class _HeaderReader:
         self._data = bytearray()
 
     def error(self, reason: str) -> CheckpointError:
+        """Return the error of the file for a reason."""
         return _file_error(self.path, reason)
 
-    def ensure(self, count: int) -> None:
+    def ensure_bytes(self, count: int) -> None:
         """Read on until `count` bytes behind the position are in memory."""
         end = self.position + count
         while end > len(self._data):
-            if end > MAX_HEADER:
-                raise self.error(f"its header needs more than {MAX_HEADER:,} bytes")
-            piece = self._file.read(max(PIECE, end - len(self._data)))
+            if end > MAX_HEADER_BYTES:
+                raise self.error(f"its header needs more than {MAX_HEADER_BYTES:,} bytes")
+            piece = self._file.read(max(PIECE_BYTES, end - len(self._data)))
             if not piece:
                 raise self.error(f"is truncated: it ends in its header, at byte {len(self._data)}")
             self._data += piece
@@ -206,7 +210,7 @@ class _HeaderReader:
     def read_numbers(self, code: str, count: int = 1) -> tuple[int | float, ...]:
         """Return the next numbers of one type; code: that of `struct`."""
         layout = struct.Struct(f"<{count}{code}")
-        self.ensure(layout.size)
+        self.ensure_bytes(layout.size)
         values = layout.unpack_from(self._data, self.position)
         self.position += layout.size
         return values
@@ -218,10 +222,10 @@ class _HeaderReader:
             raise self.error(f"{subject}: {value} is more than {limit}")
         return value
 
-    def read_text(self, subject: str, limit: int = MAX_STRING) -> str:
+    def read_text(self, subject: str, limit: int = MAX_STRING_BYTES) -> str:
         """Return the next string, of at most `limit` bytes."""
         length = self.read_integer("Q", f"{subject}: its length", limit)
-        self.ensure(length)
+        self.ensure_bytes(length)
         start = self.position
         self.position += length
         try:
@@ -240,6 +244,7 @@ class _HeaderReader:
         return tuple(self._read_inner_array(subject) for _ in range(count))
 
     def _read_type(self, subject: str) -> int:
+        """Return the number of the next value's type."""
         return self.read_integer("I", f"{subject}: its type", MAX_SIZE)
 
     def _read_array_start(self, subject: str) -> tuple[int, int]:
@@ -269,6 +274,7 @@ class _HeaderReader:
         raise self.error(f"{subject}: {value_type} is not the type of a value")
 
     def _read_booleans(self, subject: str, count: int) -> tuple[bool, ...]:
+        """Return the next truth values, a byte each; refuse a byte that is neither 0 nor 1."""
         values = self.read_numbers("B", count)
         if any(value > 1 for value in values):
             raise self.error(f"{subject}: a truth value is neither 0 nor 1")
@@ -299,7 +305,7 @@ class _HeaderReader:
         return tuple(texts)
 
 
-def _read_file(path: Path) -> _FileHeader:
+def _read_file_header(path: Path) -> _FileHeader:
     """Read and check one file's header."""
     with open_regular_file(path) as file, convert_os_errors(path):
         identity = file_identity(os.fstat(file.fileno()))
@@ -307,13 +313,13 @@ def _read_file(path: Path) -> _FileHeader:
         version, tensor_count, key_count = _read_start(header)
         metadata: dict[str, GgufValue] = {}
         for _ in range(key_count):
-            key = header.read_text("the name of a key", MAX_NAME)
+            key = header.read_text("the name of a key", MAX_NAME_BYTES)
             if key in metadata:
                 raise header.error(f"{display_text(key)}: the key is there twice")
             metadata[key] = header.read_value(display_text(key))
         alignment = _read_alignment(header, metadata)
         infos = [_read_tensor_info(header) for _ in range(tensor_count)]
-    begin = _align(header.position, alignment)
+    begin = _aligned(header.position, alignment)
     tensors = _place_tensors(
         path=path, infos=infos, begin=begin, alignment=alignment, file_size=identity[0]
     )
@@ -327,14 +333,14 @@ def _read_file(path: Path) -> _FileHeader:
 
 
 def _read_start(header: _HeaderReader) -> tuple[int, int, int]:
-    """Return version, number of tensors, number of keys."""
+    """Read and check a header's beginning: return version, number of tensors, number of keys."""
     magic = bytes(int(byte) for byte in header.read_numbers("B", 4))
     if magic != MAGIC:
         raise header.error(f"is not a GGUF file: it begins with {display_text(magic)}")
     version = int(header.read_numbers("I")[0])
     if version and version & 0xFFFF == 0:
         raise header.error("is big-endian, only little-endian GGUF files are supported")
-    if version not in VERSIONS:
+    if version not in SUPPORTED_VERSIONS:
         raise header.error(f"GGUF version {version} is not supported (2 and 3 are)")
     tensors = int(header.read_numbers("Q")[0])
     if tensors > MAX_TENSORS:
@@ -343,14 +349,16 @@ def _read_start(header: _HeaderReader) -> tuple[int, int, int]:
 
 
 def _read_alignment(header: _HeaderReader, metadata: Mapping[str, GgufValue]) -> int:
-    value = metadata.get("general.alignment", ALIGNMENT)
+    """Return the alignment of tensors' bytes; refuse one that is no power of two."""
+    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
         reason = f"{display_text(value)} is not a power of two from 1 to {MAX_ALIGNMENT}"
         raise header.error(f"general.alignment: {reason}")
     return value
 
 
-def _align(position: int, alignment: int) -> int:
+def _aligned(position: int, alignment: int) -> int:
+    """Return the first aligned position that is not before another."""
     return -(-position // alignment) * alignment
 
 
@@ -365,7 +373,8 @@ class _TensorInfo:
 
 
 def _read_tensor_info(header: _HeaderReader) -> _TensorInfo:
-    name = header.read_text("the name of a tensor", MAX_NAME)
+    """Read and check the next tensor's entry in the header."""
+    name = header.read_text("the name of a tensor", MAX_NAME_BYTES)
     subject = f"tensor {display_text(name)}"
     dimensions = int(header.read_numbers("I")[0])
     if not 1 <= dimensions <= MAX_DIMENSIONS:
@@ -374,7 +383,7 @@ def _read_tensor_info(header: _HeaderReader) -> _TensorInfo:
         header.read_integer("Q", f"{subject}: a dimension", MAX_SIZE) for _ in range(dimensions)
     ]
     number = int(header.read_numbers("I")[0])
-    block_type = BY_NUMBER.get(number)
+    block_type = TYPES_BY_NUMBER.get(number)
     if block_type is None:
         reason = UNREADABLE_TYPES.get(number, "which is not known")
         raise header.error(f"{subject}: is of type {number}, {reason}")
@@ -390,7 +399,7 @@ def _read_tensor_info(header: _HeaderReader) -> _TensorInfo:
 def _place_tensors(
     path: Path, infos: Sequence[_TensorInfo], begin: int, alignment: int, file_size: int
 ) -> dict[str, GgufTensor]:
-    """Return tensors by name; refuse gaps between them that are not of the alignment.
+    """Return tensors by name; refuse gaps between them, overlaps, and tensors beyond the file.
 
     begin: the offset of the first tensor's bytes in the file.
     """
@@ -418,5 +427,5 @@ def _place_tensors(
             offset=offset,
             nbytes=nbytes,
         )
-        position = _align(offset + nbytes, alignment)
+        position = _aligned(offset + nbytes, alignment)
     return {info.name: tensors[info.name] for info in infos}

@@ -8,6 +8,7 @@ from pathlib import Path
 MAGIC = b"GGUF"
 """The first bytes of every GGUF file."""
 MAX_SPLITS = 1024
+"""Files of one model."""
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 

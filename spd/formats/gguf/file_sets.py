@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from spd.errors import UsageError
 from spd.formats.json_file import abbreviate, display_text
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 COMPANIONS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 """Parts of the names of files that accompany a model and are none."""
 MTP_PREFIX = "mtp-"
@@ -31,13 +31,14 @@ class FileSet:
     quantization: str
     """From the name, in capitals; empty where the name has none."""
     nbytes: int
+    """Bytes of the files that are there."""
     expected: int
     """The number of its files, missing ones included."""
 
     @property
     def stem(self) -> str:
         """Return the name of the first file, without folder and ending."""
-        return _stem(self.files[0]).rpartition("/")[2]
+        return _set_stem(self.files[0]).rpartition("/")[2]
 
     @property
     def tag(self) -> str:
@@ -46,7 +47,7 @@ class FileSet:
 
     def matches_tag(self, tag: str) -> bool:
         """True if a tag chooses this set: its quantization, with or without UD-, or its name."""
-        lowered = tag.casefold().removesuffix(SUFFIX)
+        lowered = tag.casefold().removesuffix(GGUF_SUFFIX)
         names = (self.quantization, self.quantization.removeprefix("UD-"), self.stem)
         return lowered in (name.casefold() for name in names if name)
 
@@ -68,7 +69,7 @@ def find_drafter(sizes: Mapping[str, int], chosen: FileSet) -> FileSet | None:
     return next(iter(drafters), None)
 
 
-def choose(sets: Iterable[FileSet], tag: str) -> list[FileSet]:
+def choose_by_tag(sets: Iterable[FileSet], tag: str) -> list[FileSet]:
     """Return the sets that a tag chooses, or the only one of exactly this quantization."""
     matching = [file_set for file_set in sets if file_set.matches_tag(tag)]
     lowered = tag.casefold()
@@ -76,17 +77,17 @@ def choose(sets: Iterable[FileSet], tag: str) -> list[FileSet]:
     return exact if len(exact) == 1 else matching
 
 
-def choose_one(sets: list[FileSet], name: str, tag: str | None, free_bytes: int) -> FileSet:
+def choose_one_set(sets: list[FileSet], name: str, tag: str | None, free_bytes: int) -> FileSet:
     """Return the set that a tag chooses. Raises UsageError, with a list of all, if it is not one.
 
     free_bytes: memory for a model, for the list and the suggested choice.
     """
-    chosen = sets if tag is None else choose(sets, tag)
+    chosen = sets if tag is None else choose_by_tag(sets, tag)
     if len(chosen) == 1:
         return chosen[0]
     fitting = [file_set for file_set in sets if required_memory(file_set) <= free_bytes]
     suggested = fitting[-1:] or sets[:1]
-    lines = [_description(file_set, free_bytes) for file_set in sets]
+    lines = [_set_line(file_set, free_bytes) for file_set in sets]
     message = f"{name}: holds {len(sets)} models as GGUF, one of which is to be chosen"
     if tag is not None and not chosen:
         message = f"{name}: has no GGUF file {display_text(tag)}"
@@ -105,19 +106,20 @@ def is_companion(name: str) -> bool:
     return any(part in base_name for part in COMPANIONS)
 
 
-def _description(file_set: FileSet, free_bytes: int) -> str:
+def _set_line(file_set: FileSet, free_bytes: int) -> str:
     """Return a line with a set's size, whether it fits, and its tag."""
     fits = "fits" if required_memory(file_set) <= free_bytes else "does not fit"
     return f"{file_set.nbytes / (1 << 30):>5.2f} GiB  {fits:12}  {file_set.tag}"
 
 
 def _base_name(name: str) -> str:
+    """Return the last part of a path in lower case."""
     return name.rpartition("/")[2].casefold()
 
 
-def _stem(name: str) -> str:
+def _set_stem(name: str) -> str:
     """Return a path without its ending and without the number of a split."""
-    stem = name[: -len(SUFFIX)]
+    stem = name[: -len(GGUF_SUFFIX)]
     split = _SPLIT.fullmatch(stem)
     return split[1] if split else stem
 
@@ -129,11 +131,11 @@ def _group_files(sizes: Mapping[str, int]) -> list[FileSet]:
     """
     members: dict[tuple[str, int | None], list[str]] = {}
     for name in sorted(sizes):
-        if not name.casefold().endswith(SUFFIX):
+        if not name.casefold().endswith(GGUF_SUFFIX):
             continue
-        split = _SPLIT.fullmatch(name[: -len(SUFFIX)])
+        split = _SPLIT.fullmatch(name[: -len(GGUF_SUFFIX)])
         count = int(split[3]) if split else None
-        members.setdefault((_stem(name), count), []).append(name)
+        members.setdefault((_set_stem(name), count), []).append(name)
     sets = []
     for (stem, count), names in members.items():
         quantization_match = _QUANTIZATION.search(stem)

@@ -14,6 +14,7 @@ from spd.formats.json_file import convert_os_errors, display_text, open_regular_
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+"""Kinds of layers in `layer_types`."""
 MAX_FACTORS = 512
 """Numbers of a tensor of the configuration: half a head."""
 LARGEST_FLOAT32 = 3.4e38
@@ -28,7 +29,7 @@ class Keys:
     MAX_LAYERS: ClassVar[int] = 1024
 
     def get(self, key: str) -> GgufValue | None:
-        """Return a value as the file has it."""
+        """Return a value as the file has it; None for a key that it lacks."""
         return self.file.metadata.get(f"{self.architecture}.{key}")
 
     def json_value(self, key: str) -> object:
@@ -63,6 +64,7 @@ class Keys:
 
 
 def _json_number(value: GgufScalar) -> GgufScalar:
+    """Return a float as its shortest decimal; another value as it is."""
     return shortest_decimal(value) if isinstance(value, float) else value
 
 
@@ -93,7 +95,7 @@ def most_common(values: Sequence[object]) -> object:
 
 
 def read_factors(tensor: GgufTensor) -> list[float]:
-    """Return the numbers of a small tensor of float32. Raises CheckpointError for another one."""
+    """Read the numbers of a small tensor of float32. Raises CheckpointError for another one."""
     if tensor.type.name != "F32" or tensor.nbytes > 4 * MAX_FACTORS:
         reason = f"{tensor.type.name} {list(tensor.shape)} is not a list of up to {MAX_FACTORS} F32"
         raise CheckpointError(f"{tensor.path}: tensor {display_text(tensor.name)}: {reason}")

@@ -46,7 +46,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(
         self, file: GgufFile, stored: Mapping[str, StoredTensor], unused: list[str]
     ) -> None:
-        tensors = {name: _meta(name, tensor) for name, tensor in stored.items()}
+        tensors = {name: _tensor_meta(name, tensor) for name, tensor in stored.items()}
         notes = [f"not used: {display_text(name)}" for name in abbreviate(unused)]
         super().__init__(file.path, tensors, file.identities, notes)
         self.stored: Mapping[str, StoredTensor] = MappingProxyType(dict(stored))
@@ -54,7 +54,7 @@ class GgufCheckpoint(Checkpoint):
     def read(
         self, name: str, rows: tuple[int, int] | None = None, into: Tensor | None = None
     ) -> Tensor:
-        """Return a tensor of floats as it is stored.
+        """Read a tensor of floats, or its rows [first, end), as stored; see `Checkpoint.read`.
 
         Raises CheckpointError for any other tensor.
         """
@@ -64,7 +64,7 @@ class GgufCheckpoint(Checkpoint):
         return super().read(name, rows, into)
 
     def read_rows(self, tensor: GgufTensor, first: int, count: int) -> Tensor:
-        """Return rows of a tensor of the file as they are stored: uint8 [count, bytes of a row]."""
+        """Read rows of a tensor of the file as they are stored: uint8 [count, bytes of a row]."""
         import torch
 
         row_bytes = tensor.type.row_bytes(tensor.shape[-1])
@@ -75,7 +75,11 @@ class GgufCheckpoint(Checkpoint):
         return rows
 
 
-def _meta(name: str, tensor: StoredTensor) -> TensorMeta:
+def _tensor_meta(name: str, tensor: StoredTensor) -> TensorMeta:
+    """Return a stored tensor's entry as a folder's header has it.
+
+    Its bytes begin with the first.
+    """
     first = tensor.parts[0]
     return TensorMeta(
         name=name,

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from spd.formats.gguf.changes import ChangeName
 
 Names = Mapping[str, str | tuple[str, ...]]
-"""Several names: matrices whose rows follow each other in one of the file.
+"""Hugging Face's name, or several, by the file's.
 
-{e} is the number of an expert.
+Several are matrices whose rows follow each other in one of the file. {e} is the number of an
+expert.
 """
 EXPERT = "mlp.experts.{e}"
+"""The beginning of the names of an expert."""
 
 OUTER_NAMES: Names = {
     "token_embd": "model.embed_tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spd.formats.chat_template import TEMPLATE_LIMIT, ChatTemplate
+from spd.formats.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
 from spd.formats.gguf.container import GgufFile
 from spd.formats.json_file import Fields
 from spd.formats.tokenizer_config import TokenizerConfig
@@ -23,7 +23,9 @@ def read_template(file: GgufFile, config: TokenizerConfig) -> ChatTemplate | Non
         templates["tool_use"] = fields.text(key)
     for text in templates.values():
         fields.require(
-            len(text) <= TEMPLATE_LIMIT, _KEY, f"has more than {TEMPLATE_LIMIT:,} characters"
+            len(text) <= MAX_TEMPLATE_BYTES,
+            _KEY,
+            f"has more than {MAX_TEMPLATE_BYTES:,} characters",
         )
     where = f"{file.path}: {_KEY}"
     return ChatTemplate(where, templates, {**config.roles, **config.named_tokens})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spd.formats.gguf.block_types import BY_NAME
+from spd.formats.gguf.block_types import TYPES_BY_NAME
 from spd.formats.gguf.container import GgufFile, GgufValue
 
 _CODES = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10, "q": 11, "d": 12}
@@ -32,7 +32,7 @@ class TensorSpec:
     @property
     def content(self) -> bytes:
         """Return the bytes."""
-        block_type = BY_NAME[self.type]
+        block_type = TYPES_BY_NAME[self.type]
         nbytes = block_type.row_bytes(self.shape[-1])
         for size in self.shape[:-1]:
             nbytes *= size
@@ -88,7 +88,7 @@ def header_bytes(
     offset = 0
     for name, tensor in tensors.items():
         sizes = list(reversed(tensor.shape))
-        number = BY_NAME[tensor.type].number
+        number = TYPES_BY_NAME[tensor.type].number
         parts.append(text_bytes(name))
         parts.append(struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, number, offset))
         offset += -(-len(tensor.content) // alignment) * alignment

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 from spd.errors import CheckpointError
-from spd.formats.gguf.block_types import BY_NAME
+from spd.formats.gguf.block_types import TYPES_BY_NAME
 from spd.formats.gguf.container import GgufFile
 from tests.formats.gguf.gguf_helpers import (
     TensorSpec,
@@ -304,7 +304,7 @@ def test_mutated_files_are_refused_or_read(tmp_path: Path, count: int) -> None:
 def test_blocks_are_as_large_as_gguf_says() -> None:
     gguf = pytest.importorskip("gguf")
     for kind, (elements, nbytes) in gguf.GGML_QUANT_SIZES.items():
-        block_type = BY_NAME[kind.name]
+        block_type = TYPES_BY_NAME[kind.name]
         assert (block_type.number, block_type.elements, block_type.nbytes) == (
             int(kind),
             elements,

@@ -15,7 +15,7 @@ import pytest
 
 from spd.errors import CheckpointError, IncompatibleError, NotFoundError, SpdError
 from spd.formats.folder import ModelFolder
-from spd.formats.gguf.architectures import ARCHITECTURES, KEYS
+from spd.formats.gguf.architectures import ARCHITECTURES, COMMON_KEYS
 from spd.formats.gguf.changes import PermutedHeads
 from spd.formats.gguf.keys import shortest_decimal
 from spd.formats.gguf.model import GgufCheckpoint
@@ -404,7 +404,7 @@ def random_file(draw: random.Random, name: str) -> bytes:
     architecture = ARCHITECTURES[name]
     metadata: dict[str, Value] = {"general.architecture": name}
     for key in [
-        *KEYS,
+        *COMMON_KEYS,
         *architecture.keys,
         "rope.dimension_count",
         "ssm.inner_size",
