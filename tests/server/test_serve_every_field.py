@@ -184,7 +184,7 @@ def test_responses_have_log_probabilities(served: Served) -> None:
     expected = chat["choices"][0]["logprobs"]["content"]
     for logprob_fields in (
         {"top_logprobs": 2},
-        {"top_logprobs": 2, "include": [responses.LOGPROBS]},
+        {"top_logprobs": 2, "include": [responses.LOGPROBS_VALUE]},
     ):
         reply = served.ask("/v1/responses", {**fields, **logprob_fields})
         (content,) = reply["output"][0]["content"]
@@ -196,7 +196,7 @@ def test_responses_have_log_probabilities(served: Served) -> None:
         (done,) = (e for e in events if e["type"] == "response.output_text.done")
         assert done["logprobs"] == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
         assert done["logprobs"] == expected
-    body = {**fields, "include": [responses.LOGPROBS]}
+    body = {**fields, "include": [responses.LOGPROBS_VALUE]}
     (content,) = served.ask("/v1/responses", body)["output"][0]["content"]
     assert [entry["top_logprobs"] for entry in content["logprobs"]] == [[]] * 12
     (content,) = served.ask("/v1/responses", fields)["output"][0]["content"]

@@ -26,38 +26,46 @@ class PreTokenizer:
     steps: tuple[Step, ...]
     normalizer: Step | None = None
     ignores_merges: bool = False
-    """True if a word that is a token stays one, whatever its merges would make of it."""
+    """True if a word that is a token stays one, whatever its merges would make of it.
+
+    The library calls it `ignore_merges`.
+    """
     names: str = field(default="", compare=False)
     """Values of `tokenizer.ggml.pre`, a blank between them."""
 
 
-def _cut(*patterns: str) -> tuple[Step, ...]:
-    """Return steps that cut at the matches of each pattern in turn, then spell bytes."""
+def _cutting_steps(*patterns: str) -> tuple[Step, ...]:
+    """Return steps that cut at the matches of each pattern in turn, then spell bytes.
+
+    The last step, which spells bytes as characters, cuts nothing.
+    """
     cuts: list[Step] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in patterns
     ]
-    return *cuts, _byte_level(use_regex=False)
+    return *cuts, _byte_level_step(use_regex=False)
 
 
-def _byte_level(*, use_regex: bool) -> Step:
+def _byte_level_step(*, use_regex: bool) -> Step:
     """Return the step that spells bytes as characters, with or without GPT-2's pattern."""
     flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     return {"type": "ByteLevel", **flags}
 
 
-def _digits(*, single: bool) -> Step:
+def _digits_step(*, single: bool) -> Step:
+    """Return the step that cuts digits off: each one alone, or a run of them in one piece."""
     return {"type": "Digits", "individual_digits": single}
 
 
 _NFC: Step = {"type": "NFC"}
-_GPT2 = (_byte_level(use_regex=True),)
-_DIGITS_GPT2 = (_digits(single=True), *_GPT2)
+"""The normalizer that composes characters."""
+_GPT2 = (_byte_level_step(use_regex=True),)
+_DIGITS_GPT2 = (_digits_step(single=True), *_GPT2)
 _FALCON = (
     {"type": "Punctuation", "behavior": "Contiguous"},
     *_GPT2,
-    _digits(single=False),
-    *_cut("[0-9][0-9][0-9]")[:1],
+    _digits_step(single=False),
+    *_cutting_steps("[0-9][0-9][0-9]")[:1],
 )
 
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -66,28 +74,35 @@ _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 """Line ends with the blanks before them, then blanks without the one before a word."""
 
 
-def _words(letters: str, digits: str, marks: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
-    """Return the pattern of tiktoken's cl100k for other letters, digits and marks."""
+def _words_pattern(letters: str, digits: str, marks: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
+    """Return the pattern of tiktoken's cl100k with these letters, digits and marks.
+
+    letters, digits, marks: the patterns of a word's letters, of a number and of punctuation.
+    """
     return rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}| ?{marks}|{_LINES}"
 
 
-_THREE_DIGITS = _words(r"\p{L}+", r"\p{N}{1,3}")
-_ONE_DIGIT = _words(r"\p{L}+", r"\p{N}")
-_WITH_MARKS = _words(r"[\p{L}\p{M}]+", r"\p{N}", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
+_THREE_DIGITS = _words_pattern(r"\p{L}+", r"\p{N}{1,3}")
+_ONE_DIGIT = _words_pattern(r"\p{L}+", r"\p{N}")
+_WITH_MARKS = _words_pattern(r"[\p{L}\p{M}]+", r"\p{N}", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_MARK_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+"""A blank or a mark that goes with the word behind it."""
 
 
-def _cased(suffix: str, digits: str) -> str:
-    """Return a pattern that begins a word where a capital follows a small letter, as in o200k."""
-    words = f"{_BEFORE}{_UPPER}*{_LOWER}+{suffix}|{_BEFORE}{_UPPER}+{_LOWER}*{suffix}"
+def _cased_pattern(suffix: str, digits: str) -> str:
+    """Return a pattern that begins a word where a capital follows a small letter, as in o200k.
+
+    suffix, digits: the patterns of what may follow a word's letters, and of a number.
+    """
+    words = f"{_MARK_BEFORE}{_UPPER}*{_LOWER}+{suffix}|{_MARK_BEFORE}{_UPPER}+{_LOWER}*{suffix}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
 
 
-_O200K = _cased(f"{_SUFFIX}?", r"\p{N}{1,3}")
-_TEKKEN = _cased("", r"\p{N}")
+_O200K = _cased_pattern(f"{_SUFFIX}?", r"\p{N}{1,3}")
+_TEKKEN = _cased_pattern("", r"\p{N}")
 _NOT_HAN = r"&&[^\p{Han}]]"
 _KIMI = r"[\p{Han}]+|" + _O200K.replace(_UPPER, f"[{_UPPER}{_NOT_HAN}").replace(
     _LOWER, f"[{_LOWER}{_NOT_HAN}"
@@ -119,23 +134,23 @@ _DEEPSEEK_LETTERS = (
 )
 """The letters with two cases that the first DeepSeek models know."""
 _DEEPSEEK_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
-_DEEPSEEK_DIGITS = (_digits(single=True), _byte_level(use_regex=False))
+_DEEPSEEK_DIGITS = (_digits_step(single=True), _byte_level_step(use_regex=False))
 _DEEPSEEK_LLM = (
-    *_cut("[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_MARKS}]+", r"\s+$", _ASIAN)[
-        :-1
-    ],
+    *_cutting_steps(
+        "[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", rf"\s?[{_DEEPSEEK_MARKS}]+", r"\s+$", _ASIAN
+    )[:-1],
     *_DEEPSEEK_DIGITS,
 )
 _DEEPSEEK_CODER = (
-    *_cut("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN)[:-1],
+    *_cutting_steps("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN)[:-1],
     *_DEEPSEEK_DIGITS,
 )
 _YOUTU = (
     "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c"
     "\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CHINESE,
-    _cased(f"{_SUFFIX}?", r"\p{N}"),
+    _cased_pattern(f"{_SUFFIX}?", r"\p{N}"),
 )
-_SEED = _words(r"\p{L}+", r"\p{N}", r"[^\s\p{L}\p{N}\r\n]+")
+_SEED = _words_pattern(r"\p{L}+", r"\p{N}", r"[^\s\p{L}\p{N}\r\n]+")
 _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
@@ -143,53 +158,53 @@ _BAILING = (
 
 _RULES = (
     PreTokenizer(
-        _cut(_THREE_DIGITS),
+        _cutting_steps(_THREE_DIGITS),
         ignores_merges=True,
         names="llama3 llama-v3 llama-bpe smaug-bpe falcon3 falcon-h1 "
         "pixtral midm-2.0 lfm2 glm4 glm5",
     ),
     PreTokenizer(
-        _cut(_THREE_DIGITS),
+        _cutting_steps(_THREE_DIGITS),
         names="dbrx chatglm-bpe",
     ),
     PreTokenizer(
-        _cut(_ONE_DIGIT),
+        _cutting_steps(_ONE_DIGIT),
         _NFC,
         names="qwen2 deepseek-r1-qwen f2llmv2 stablelm2 hunyuan",
     ),
     PreTokenizer(
-        _cut(_ONE_DIGIT),
+        _cutting_steps(_ONE_DIGIT),
         names="kormo megrez solar-open grok-2",
     ),
     PreTokenizer(
-        _cut(_WITH_MARKS),
+        _cutting_steps(_WITH_MARKS),
         _NFC,
         names="qwen35",
     ),
     PreTokenizer(
-        _cut(_O200K),
+        _cutting_steps(_O200K),
         ignores_merges=True,
         names="gpt-4o llama4 kanana2",
     ),
     PreTokenizer(
-        _cut(_O200K),
+        _cutting_steps(_O200K),
         names="minimax-m2",
     ),
     PreTokenizer(
-        _cut(_TEKKEN),
+        _cutting_steps(_TEKKEN),
         ignores_merges=True,
         names="tekken",
     ),
     PreTokenizer(
-        _cut(r"\d{1,3}(?=(?:\d{3})*\b)", _O200K),
+        _cutting_steps(r"\d{1,3}(?=(?:\d{3})*\b)", _O200K),
         names="tiny_aya cohere2moe",
     ),
     PreTokenizer(
-        _cut(_KIMI),
+        _cutting_steps(_KIMI),
         names="kimi-k2",
     ),
     PreTokenizer(
-        _cut(*_DEEPSEEK3),
+        _cutting_steps(*_DEEPSEEK3),
         names="deepseek-v3 hunyuan-dense joyai-llm hy_v4",
     ),
     PreTokenizer(
@@ -201,20 +216,20 @@ _RULES = (
         names="deepseek-coder",
     ),
     PreTokenizer(
-        _cut(*_YOUTU),
+        _cutting_steps(*_YOUTU),
         ignores_merges=True,
         names="youtu",
     ),
     PreTokenizer(
-        _cut(_SEED),
+        _cutting_steps(_SEED),
         names="seed-coder",
     ),
     PreTokenizer(
-        _cut(_BAILING),
+        _cutting_steps(_BAILING),
         names="bailingmoe bailingmoe2 llada-moe",
     ),
     PreTokenizer(
-        _cut(r"\p{N}{1,3}", _words(r"\p{L}+", r"\p{N}+")),
+        _cutting_steps(r"\p{N}{1,3}", _words_pattern(r"\p{L}+", r"\p{N}+")),
         ignores_merges=True,
         names="minicpm5",
     ),
@@ -242,9 +257,9 @@ _RULES = (
     ),
 )
 PRE_TOKENIZERS = {name: rule for rule in _RULES for name in rule.names.split()}
-"""Rules by name."""
+"""Rules by their names in `tokenizer.ggml.pre`."""
 
-_OF_ARCHITECTURE = {
+_RULE_BY_ARCHITECTURE = {
     "qwen2": "qwen2",
     "qwen2moe": "qwen2",
     "qwen3": "qwen2",
@@ -265,11 +280,17 @@ _OF_ARCHITECTURE = {
     "exaone4": "exaone4",
     "smollm3": "smaug-bpe",
 }
-"""Rules of files without a name, for architectures with one tokenizer. Ollama writes such files."""
+"""Names of rules by architecture, for files without a name: those with one tokenizer alone.
+
+Ollama writes such files.
+"""
 
 
 def pre_tokenizer_of(name: str, architecture: str) -> PreTokenizer | None:
-    """Return the rule of a name, or of the architecture for an empty name; None: not known."""
+    """Return the rule of a name in `tokenizer.ggml.pre`; None where it is not known.
+
+    An empty name or `default` stands for the rule of the architecture.
+    """
     if name in ("", "default"):
-        name = _OF_ARCHITECTURE.get(architecture, "")
+        name = _RULE_BY_ARCHITECTURE.get(architecture, "")
     return PRE_TOKENIZERS.get(name)

@@ -10,16 +10,21 @@ from spd.formats.gguf.keys import Keys, read_factors
 NO_ROTATION_FACTOR = 1e29
 """Factors from here on divide an angle to zero: its pair does not rotate."""
 DEFAULT_THETA = 10_000.0
+"""The rotary base of files that have none, where their scaling needs one written."""
 _YARN_KEYS = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "attention.temperature_scale": "llama_4_scaling_beta",
 }
+"""Hugging Face's keys of YaRN's optional numbers, by the file's keys behind the architecture."""
 
 
 def read_rotation(keys: Keys, model_class: str, values: Mapping[str, object]) -> dict[str, object]:
-    """Return the rotary parameters, by keys or by tensors of factors."""
+    """Read the rotary parameters from keys and tensors of factors, as values of `config.json`.
+
+    values: those of `config.json` that are known so far. Empty where the file only has defaults.
+    """
     rotary_values: dict[str, object] = {}
     rotary_dim = keys.integer("rope.dimension_count")
     head_dim = read_head_dim(values)
@@ -33,7 +38,10 @@ def read_rotation(keys: Keys, model_class: str, values: Mapping[str, object]) ->
 
 
 def read_head_dim(values: Mapping[str, object]) -> int:
-    """Return the elements of a head; 0 where the file does not have them."""
+    """Return the elements of a head in values of `config.json`.
+
+    It is `head_dim`, else the hidden size over the number of heads, else 0.
+    """
     head_dim = values.get("head_dim")
     if type(head_dim) is int:
         return head_dim
@@ -49,7 +57,7 @@ def rotated_share(rotary_dim: int, head_dim: int) -> float:
 
 
 def _read_scaling(keys: Keys) -> dict[str, object]:
-    """Return the parameters of stretched positions in the keys; empty without."""
+    """Return the parameters of linear or YaRN scaling in the keys; empty without them."""
     kind = keys.get("rope.scaling.type")
     factor = keys.number("rope.scaling.factor")
     if kind not in ("linear", "yarn") or factor is None:
@@ -72,7 +80,10 @@ def _read_scaling(keys: Keys) -> dict[str, object]:
 def _read_factor_tensors(
     keys: Keys, values: Mapping[str, object], rotary_dim: int | None
 ) -> dict[str, object]:
-    """Return the parameters in tensors of factors, which divide angles; empty without."""
+    """Read tensors of factors, which divide angles, as rotary parameters; empty without them.
+
+    values: those of `config.json` that are known so far.
+    """
     tensors = keys.file.tensors
     context = values.get("max_position_embeddings")
     if (tensor := tensors.get("rope_freqs.weight")) is not None:

@@ -29,12 +29,13 @@ Shape = tuple[int, ...]
 _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
 """Tensors that are several in one; the converter changes each as if it were alone."""
 _BLOCK = re.compile(r"blk\.([0-9]{1,4})\.(.+)")
+"""The file's name of a layer's tensor: the layer's number, and the name behind it."""
 _IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that belong to the configuration."""
 _MULTIMODAL_PREFIXES = ("v.", "mm.", "a.")
 """Prefixes of the tensors of images and sound, which Ollama stores in the model's file."""
-MAX_PARTS = 1 << 20
-"""Tensors of a model by Hugging Face's names, with each expert's matrix."""
+MAX_MODEL_MATRICES = 1 << 20
+"""Tensors of a model by Hugging Face's names, where each expert has its own."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def stored_tensors(
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors by Hugging Face's names, and the file's names of those that no text needs.
 
-    Raises CheckpointError for an unknown tensor: models of several classes have one architecture's
-    name.
+    fields: the configuration, by which rows are split. Raises CheckpointError for an unknown
+    tensor: models of several classes have one architecture's name.
     """
-    reader = _Reader(architecture, _Sizes.of(fields.optional_nested("text_config") or fields))
+    reader = _TensorReader(architecture, _Sizes.of(fields.optional_nested("text_config") or fields))
     tensors: dict[str, StoredTensor] = {}
     unused: list[str] = []
     for tensor in file.tensors.values():
@@ -77,8 +78,8 @@ def stored_tensors(
                 where = f"{tensor.path}: tensor {display_text(tensor.name)}"
                 raise CheckpointError(f"{where}: is there under another name too")
             tensors[name] = stored
-        if len(tensors) > MAX_PARTS:
-            raise CheckpointError(f"{file.path}: holds more than {MAX_PARTS:,} matrices")
+        if len(tensors) > MAX_MODEL_MATRICES:
+            raise CheckpointError(f"{file.path}: holds more than {MAX_MODEL_MATRICES:,} matrices")
     return tensors, unused
 
 
@@ -88,18 +89,25 @@ class _Sizes:
 
     layers: int
     heads: int
+    """Query heads of attention."""
     key_heads: int
+    """Key heads of attention."""
     head_dim: int
     delta_keys: int
+    """Key heads of DeltaNet layers."""
     delta_values: int
+    """Value heads of DeltaNet layers."""
     key_dim: int
+    """Rows of a key head of DeltaNet layers."""
     value_dim: int
+    """Rows of a value head of DeltaNet layers."""
 
     @classmethod
     def of(cls, fields: Fields) -> _Sizes:
         """Return the numbers in a configuration."""
 
         def positive_integer(key: str, default: int = 0) -> int:
+            """Return the value of a key if it is a whole number above 0, else the default."""
             value = fields.get(key)
             return value if type(value) is int and value > 0 else default
 
@@ -123,7 +131,11 @@ class _Sizes:
         return self.heads * self.head_dim, keys, keys
 
     def tiled(self, width: int, *, behind_keys: bool = False, dim: int = 0) -> TiledHeads | None:
-        """Return how value heads of `width` rows are tiled; None where each key head has one."""
+        """Return the change that tiles value heads of `width` rows; None where key heads have one.
+
+        behind_keys: the heads follow the rows of queries and keys. dim: the tensor's dimension in
+        which the heads lie.
+        """
         keys = self.delta_keys
         if not keys or self.delta_values in (0, keys):
             return None
@@ -134,7 +146,7 @@ class _Sizes:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _TensorReader:
     """Names and changes of one architecture's tensors, for a model's sizes."""
 
     architecture: GgufArchitecture
@@ -143,11 +155,15 @@ class _Reader:
     def read_parts(
         self, tensor: GgufTensor, tensors: Mapping[str, GgufTensor]
     ) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield Hugging Face's names of a tensor or of its parts, with the tensors of each name."""
+        """Yield Hugging Face's names of a tensor or of its parts, with what is stored of each.
+
+        Nothing for an unknown tensor. A tensor that the converter split is yielded for its first
+        part. Raises CheckpointError for shapes that do not fit.
+        """
         prefix, gguf_name = self._split_name(tensor.name)
         if prefix is None:
             return
-        joined = self._joined(tensor.name)
+        joined = self._find_joined(tensor.name)
         if joined is not None:
             stem = tensor.name.removesuffix(joined.parts[0])
             candidates = [tensors.get(f"{stem}{part}") for part in joined.parts]
@@ -165,9 +181,9 @@ class _Reader:
             gguf_names = [f"{stem}{suffix}" for stem in fused_names]
         matrices = self._split_rows(tensor, targets)
         for target, part_name, part in zip(targets, gguf_names, matrices, strict=True):
-            changes = self._changes(part_name)
+            changes = self._changes_to(part_name)
             name = f"{prefix}{target}{suffix}"
-            shape = _RESHAPED.get(gguf_name, _unchanged)(part.shape)
+            shape = _HUGGING_FACE_SHAPES.get(gguf_name, _unchanged)(part.shape)
             if "{e}" not in target:
                 yield name, StoredTensor((part,), shape, changes)
                 continue
@@ -183,9 +199,10 @@ class _Reader:
 
     def is_joined(self, name: str) -> bool:
         """True if a tensor is a part of one that the converter split."""
-        return self._joined(name) is not None
+        return self._find_joined(name) is not None
 
-    def _joined(self, name: str) -> JoinedTensor | None:
+    def _find_joined(self, name: str) -> JoinedTensor | None:
+        """Return the split tensor that a tensor of the file is a part of; None without one."""
         block = _BLOCK.fullmatch(name)
         if block is None:
             return None
@@ -226,10 +243,10 @@ class _Reader:
             mtp = self.architecture.mtp
             if mtp_layer >= 0 and mtp is not None and stem in mtp.outer:
                 return mtp.outer[stem].format(i=mtp_layer, l=layer), f".{ending}"
-        return _look_up(names, gguf_name, stem, ending)
+        return _look_up_name(names, gguf_name, stem, ending)
 
-    def _changes(self, gguf_name: str) -> tuple[Change, ...]:
-        """Return the converter's changes to a tensor, for this model's sizes."""
+    def _changes_to(self, gguf_name: str) -> tuple[Change, ...]:
+        """Return the converter's changes to the tensor of a name, for this model's sizes."""
         sizes = self.sizes
         changes: list[Change | None] = []
         is_norm = gguf_name.endswith("norm.weight") and gguf_name != "ssm_norm.weight"
@@ -256,7 +273,10 @@ class _Reader:
         return tuple(change for change in changes if change is not None)
 
     def _split_rows(self, tensor: GgufTensor, targets: Sequence[str]) -> Iterator[GgufTensor]:
-        """Yield the parts of a tensor in which the rows of several matrices follow each other."""
+        """Yield a tensor's part for each target: rows of several matrices that follow each other.
+
+        Raises CheckpointError where the tensor has another number of rows.
+        """
         if len(targets) == 1:
             yield tensor
             return
@@ -280,13 +300,13 @@ class _Reader:
         """Yield a tensor that the converter split, or those of all experts."""
         name = f"{prefix}{joined.name}"
         if "{e}" not in name:
-            yield name, self._join(joined, parts)
+            yield name, self._joined_tensor(joined, parts)
             return
         for number in range(min(map(_count_experts, parts))):
             expert_parts = [_select_expert(part, number) for part in parts]
-            yield name.format(e=number), self._join(joined, expert_parts)
+            yield name.format(e=number), self._joined_tensor(joined, expert_parts)
 
-    def _join(self, joined: JoinedTensor, parts: Sequence[GgufTensor]) -> StoredTensor:
+    def _joined_tensor(self, joined: JoinedTensor, parts: Sequence[GgufTensor]) -> StoredTensor:
         """Return the tensor that parts form.
 
         Raises CheckpointError where they do not fit each other.
@@ -341,10 +361,14 @@ def _count_experts(tensor: GgufTensor) -> int:
     return count
 
 
-def _look_up(
+def _look_up_name(
     names: Names, gguf_name: str, stem: str, ending: str
 ) -> tuple[str | tuple[str, ...] | None, str]:
-    """Return the name for a tensor's in the file, with or without its ending, and the ending."""
+    """Return the name, or names, for a tensor's in the file, and the ending to put behind it.
+
+    The table may have the file's name with its ending, and nothing is put behind, or without it.
+    None where it has neither.
+    """
     if gguf_name in names:
         return names[gguf_name], ""
     if stem in names and ending in ("weight", "bias"):
@@ -353,7 +377,7 @@ def _look_up(
 
 
 def _select_rows(tensor: GgufTensor, first: int, count: int) -> GgufTensor:
-    """Return a part of a tensor's outermost dimension."""
+    """Return `count` entries of a tensor's outermost dimension, from the index `first` on."""
     nbytes = tensor.nbytes // tensor.shape[0]
     offset = tensor.offset + first * nbytes
     return replace(tensor, shape=(count, *tensor.shape[1:]), offset=offset, nbytes=count * nbytes)
@@ -379,22 +403,26 @@ def _select_expert(part: GgufTensor, number: int) -> GgufTensor:
 
 
 def _unchanged(shape: Shape) -> Shape:
+    """Return a shape as it is."""
     return shape
 
 
 def _as_vector(shape: Shape) -> Shape:
+    """Return the shape of the same elements in one dimension."""
     return (math.prod(shape),)
 
 
 def _as_row(shape: Shape) -> Shape:
+    """Return the shape of the same elements in a matrix of one row."""
     return (1, math.prod(shape))
 
 
 def _with_middle_dim(shape: Shape) -> Shape:
+    """Return a shape with a dimension of 1 behind the first."""
     return (shape[0], 1, *shape[1:])
 
 
-_RESHAPED: Mapping[str, Callable[[Shape], Shape]] = {
+_HUGGING_FACE_SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
     "ssm_conv1d.weight": _with_middle_dim,
     "shortconv.conv.weight": _with_middle_dim,
     "ssm_a": _as_vector,

@@ -36,10 +36,10 @@ from spd.formats.tokenizer_config import TokenizerConfig
 
 SPACE = "\u2581"
 """SentencePiece's character for a space."""
-MAX_PIECE = 1024
-"""Characters of a token of a SentencePiece vocabulary; the longest published ones have 31."""
-MAX_MERGED = 32_000_000
-"""Characters of all merges; Gemma's have 8 million."""
+MAX_PIECE_CHARACTERS = 1024
+"""Characters of one token of a SentencePiece vocabulary; the longest published ones have 31."""
+MAX_MERGE_LIST_CHARACTERS = 32_000_000
+"""Characters of all merges of a vocabulary together; Gemma's have 8 million."""
 _CONVERTERS_SCORE = -1000.0
 """The score that llama.cpp's converter writes for added tokens, whose score is the highest: 0."""
 _BOS_RULES = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 tekken"
@@ -50,7 +50,9 @@ _STRIPPING_ARCHITECTURE = "phi3"
 That holds for its files with a SentencePiece vocabulary.
 """
 _UNSTRIPPED_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
+"""Texts of that architecture's added tokens that strip nothing."""
 Pair = tuple[str, str]
+"""The texts of the two tokens that a merge joins, in order."""
 
 
 def open_tokenizer(
@@ -58,7 +60,7 @@ def open_tokenizer(
     vocabulary: Vocabulary | None = None,
     max_merged_characters: int = MAX_MERGED_CHARACTERS,
 ) -> Tokenizer:
-    """Build a file's tokenizer. Raises CheckpointError.
+    """Build a file's tokenizer from its metadata. Raises CheckpointError for a wrong vocabulary.
 
     vocabulary: the file's, if it was read before. max_merged_characters: see
     `ScoredMerges.remaining`.
@@ -77,7 +79,7 @@ def open_tokenizer(
         where, {**sections, "model": {"vocab": ids}, "added_tokens": added_tokens}, 0
     )
     is_scored = vocab.kind == SENTENCE_PIECE
-    options = _options(vocab, pre_tokenizer)
+    options = _model_options(vocab, pre_tokenizer)
     with convert_library_errors(where):
         library = tokenizers.Tokenizer.from_str(json.dumps({**_EMPTY_TOKENIZER, **sections}))
         library.model = _build_model(ids, [] if is_scored else _file_merges(vocab), options)
@@ -100,18 +102,22 @@ def _scored_merges(
     texts: Sequence[str],
     ids: Mapping[str, int],
 ) -> ScoredMerges:
-    """Return the merging by scores.
+    """Return the encoder that merges by scores.
 
-    Raises CheckpointError where they would mean too many merges.
+    library: the tokenizer without merges, which the encoder completes after enough text. texts,
+    ids: tokens by id and ids by token. Raises CheckpointError where the scores would mean too many
+    merges.
     """
     pieces = _ranked_pieces(vocab, texts)
     _check_pieces(vocab, texts, pieces)
     scores = {number: score for score, number in pieces}
 
     def by_lengths(merged: int, first: int, second: int) -> MergeKey:
+        """Rank by score, then the longest parts first."""
         return -scores[merged], -len(texts[first]), -len(texts[second]), merged
 
     def by_ids(merged: int, first: int, second: int) -> MergeKey:
+        """Rank by score, then by the ids of the merged token and of its parts."""
         return -scores[merged], merged, first, second
 
     bytes_ = (number for number, kind in enumerate(vocab.types) if kind == BYTE)
@@ -122,7 +128,7 @@ def _scored_merges(
         unmergeable=frozenset(_added_ids(vocab)).union(bytes_),
         order=by_lengths if _has_runs_of_blanks(vocab) else by_ids,
         build_full_model=lambda: _build_model(
-            ids, _merges_of_scores(vocab, texts, ids), _options(vocab, None)
+            ids, _merges_of_scores(vocab, texts, ids), _model_options(vocab, None)
         ),
     )
 
@@ -130,13 +136,18 @@ def _scored_merges(
 def _check_pieces(
     vocab: Vocabulary, texts: Sequence[str], pieces: Sequence[tuple[float, int]]
 ) -> None:
-    """Refuse tokens that are too long, or whose merges could have too many characters together."""
+    """Refuse tokens that are too long, or whose merges could have too many characters together.
+
+    pieces: scores and ids of the tokens. Raises CheckpointError.
+    """
     lengths = [len(texts[number]) for _, number in pieces]
     key = "tokenizer.ggml.tokens"
     longest = max(lengths, default=0)
-    vocab.fields.require(longest <= MAX_PIECE, key, f"one has more than {MAX_PIECE} characters")
+    too_long = f"one has more than {MAX_PIECE_CHARACTERS} characters"
+    vocab.fields.require(longest <= MAX_PIECE_CHARACTERS, key, too_long)
     total = sum(length * (length - 1) for length in lengths)
-    vocab.fields.require(total <= MAX_MERGED, key, f"mean merges of over {MAX_MERGED:,} characters")
+    too_many = f"mean merges of over {MAX_MERGE_LIST_CHARACTERS:,} characters"
+    vocab.fields.require(total <= MAX_MERGE_LIST_CHARACTERS, key, too_many)
 
 
 _EMPTY_TOKENIZER: Mapping[str, JsonValue] = {
@@ -146,10 +157,11 @@ _EMPTY_TOKENIZER: Mapping[str, JsonValue] = {
     "post_processor": None,
     "model": {"type": "BPE", "vocab": {}, "merges": []},
 }
+"""A `tokenizer.json` without tokens, to which sections are added."""
 
 
 def _read_pre_tokenizer(vocab: Vocabulary) -> PreTokenizer:
-    """Return how a text is cut into words. Raises CheckpointError for an unknown rule."""
+    """Return the rule that cuts a text into words. Raises CheckpointError for an unknown one."""
     key = "tokenizer.ggml.pre"
     name = vocab.fields.text(key, "")
     pre_tokenizer = pre_tokenizer_of(name, vocab.fields.text("general.architecture", ""))
@@ -170,7 +182,10 @@ def _added_ids(vocab: Vocabulary) -> list[int]:
 
 
 def _token_texts(vocab: Vocabulary) -> Sequence[str]:
-    """Return the texts of tokens in `tokenizer.json`; in GGUF, added tokens have plain spaces."""
+    """Return the texts of tokens by id as in `tokenizer.json`, with spaces spelled.
+
+    In GGUF files with spelled spaces, added tokens have plain ones.
+    """
     if vocab.kind == BYTE_LEVEL:
         return vocab.tokens
     return [
@@ -233,7 +248,7 @@ class _ModelOptions(TypedDict, total=False):
     byte_fallback: bool
 
 
-def _options(vocab: Vocabulary, pre_tokenizer: PreTokenizer | None) -> _ModelOptions:
+def _model_options(vocab: Vocabulary, pre_tokenizer: PreTokenizer | None) -> _ModelOptions:
     """Return the library's options of a model besides tokens and merges."""
     if pre_tokenizer is not None:
         return {"ignore_merges": pre_tokenizer.ignores_merges}
@@ -245,7 +260,7 @@ def _options(vocab: Vocabulary, pre_tokenizer: PreTokenizer | None) -> _ModelOpt
 def _build_model(
     ids: Mapping[str, int], merges: Sequence[Pair], options: _ModelOptions
 ) -> tokenizers.models.BPE:
-    """Return the library's model.
+    """Return the library's BPE model of tokens and merges.
 
     Merges of tokens that do not exist are dropped, as by llama.cpp.
     """
@@ -259,10 +274,14 @@ def _build_model(
 
 
 def _file_merges(vocab: Vocabulary) -> list[Pair]:
-    """Return the merges that a file lists; their first part may begin with a blank."""
+    """Return the merges that a file lists, in order; their first part may begin with a blank.
+
+    Raises CheckpointError for an entry that is not two parts, and for too many characters.
+    """
     key = "tokenizer.ggml.merges"
     total = sum(map(len, vocab.merges))
-    vocab.fields.require(total <= MAX_MERGED, key, f"have more than {MAX_MERGED:,} characters")
+    too_many = f"have more than {MAX_MERGE_LIST_CHARACTERS:,} characters"
+    vocab.fields.require(total <= MAX_MERGE_LIST_CHARACTERS, key, too_many)
     merges: list[Pair] = []
     for merge in vocab.merges:
         split = merge.find(" ", 1)
@@ -326,6 +345,7 @@ def _token_pairs(text: str, ids: Mapping[str, int]) -> list[Pair]:
 
 
 def _by_lengths(pair: Pair) -> tuple[int, int]:
+    """Return the sort key of a pair: the characters of its parts."""
     return len(pair[0]), len(pair[1])
 
 
@@ -335,7 +355,10 @@ def _by_ids(ids: Mapping[str, int]) -> Callable[[Pair], tuple[int, int]]:
 
 
 def _added_token(text: str, vocab: Vocabulary, *, special: bool) -> tokenizers.AddedToken:
-    """Return a token that is matched in a text before normalization."""
+    """Return the library's added token for a text, which is matched before normalization.
+
+    special: it is matched only where special tokens are parsed.
+    """
     strips = (
         vocab.kind == SENTENCE_PIECE
         and vocab.fields.get("general.architecture") == _STRIPPING_ARCHITECTURE
@@ -345,7 +368,7 @@ def _added_token(text: str, vocab: Vocabulary, *, special: bool) -> tokenizers.A
 
 
 def tokenizer_config(vocab: Vocabulary) -> TokenizerConfig:
-    """Return special tokens by role, and whether they are put around a text."""
+    """Return a vocabulary's special tokens by role, and whether they are put around a text."""
     texts = {role: vocab.tokens[number] for role, number in vocab.roles.items()}
     turn_roles = [role for role in texts if role in ("eot_token", "eom_token")]
     turn_texts = {role: texts.pop(role) for role in turn_roles}

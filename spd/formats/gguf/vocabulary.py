@@ -12,6 +12,7 @@ from spd.formats.gguf.container import GgufFile
 from spd.formats.json_file import Fields, display_text
 
 MAX_TOKENS = 1 << 24
+"""Tokens of a vocabulary."""
 BYTE_LEVEL = "gpt2"
 SENTENCE_PIECE = "llama"
 GEMMA4 = "gemma4"
@@ -37,9 +38,11 @@ _ROLES = {
     "eot_token": "eot_token_id",
     "eom_token": "eom_token_id",
 }
+"""The file's keys behind `tokenizer.ggml.`, by Hugging Face's names of roles."""
 _DEFAULT_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 """Ids of a SentencePiece vocabulary, in files without them."""
 _END_ROLES = ("eos_token", "eot_token", "eom_token")
+"""Roles whose tokens end a turn."""
 _END_WORDS = """
 <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|>
 <|eom_id|> <|end_of_text|> <end_of_utterance> <turn|> <|tool_response> [e~[ <|fim_pad|> <fim-pad>
@@ -51,18 +54,16 @@ _END_TEXTS = frozenset(_END_WORDS.split())
 _CONTROL_END_TEXTS = frozenset(
     ("</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<PAD>", "[PAD]", "<REPO>")
 )
-"""Texts that are words in other vocabularies, as those of HTML.
+"""Texts of which only a control token ends a turn.
 
-Control tokens of these texts end a turn.
-
-llama.cpp lets any of them end a turn.
+In other vocabularies they are words, as those of HTML. llama.cpp lets any of them end a turn.
 """
 _CALL_TOKENS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
 """In a vocabulary with all tokens of one of these, `<|end|>` ends a message and not the turn."""
 
 
 def has_vocabulary(file: GgufFile) -> bool:
-    """True if a file holds a tokenizer; drafters' files may have none."""
+    """True if a file names a tokenizer, supported or not; drafters' files may have none."""
     return file.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
 
@@ -71,14 +72,17 @@ class Vocabulary:
     """The tokens of one file, checked."""
 
     kind: str
+    """One of `TOKENIZER_KINDS`."""
     tokens: tuple[str, ...]
     """Texts by id; a row of the embedding without a token has an empty text."""
     types: tuple[int, ...]
+    """Values of `tokenizer.ggml.token_type` by id."""
     scores: tuple[float, ...]
     """By id, of a SentencePiece vocabulary; else empty."""
     merges: tuple[str, ...]
     """Each is two parts with a blank between them; empty for a SentencePiece vocabulary."""
     fields: Fields
+    """The file's metadata."""
 
     @classmethod
     def of(cls, file: GgufFile) -> Vocabulary:
@@ -88,10 +92,10 @@ class Vocabulary:
         """
         fields = Fields(str(file.path), file.metadata)
         kind = fields.choice("tokenizer.ggml.model", TOKENIZER_KINDS)
-        tokens = _texts(fields, "tokenizer.ggml.tokens")
+        tokens = _read_texts(fields, "tokenizer.ggml.tokens")
         count = len(tokens)
         fields.require(0 < count <= MAX_TOKENS, "tokenizer.ggml.tokens", f"are {count}")
-        types = _integers(fields, "tokenizer.ggml.token_type", count) or (NORMAL,) * count
+        types = _read_integers(fields, "tokenizer.ggml.token_type", count) or (NORMAL,) * count
         if len(set(tokens)) < count:
             fields.require(
                 len(set(filter(None, tokens))) == sum(map(bool, tokens)),
@@ -105,9 +109,9 @@ class Vocabulary:
         scores: tuple[float, ...] = ()
         merges: tuple[str, ...] = ()
         if kind == SENTENCE_PIECE:
-            scores = _scores(fields, count)
+            scores = _read_scores(fields, count)
         else:
-            merges = _texts(fields, "tokenizer.ggml.merges")
+            merges = _read_texts(fields, "tokenizer.ggml.merges")
         return cls(kind, texts, types, scores, merges, fields)
 
     @cached_property
@@ -117,7 +121,9 @@ class Vocabulary:
 
     @cached_property
     def roles(self) -> Mapping[str, int]:
-        """Return the ids of tokens with a role, by Hugging Face's names of roles.
+        """Return the ids of tokens with a role, by Hugging Face's names of roles (`bos_token`).
+
+        Raises CheckpointError where a key has no token id.
 
         Files have the id 0 for a padding token that does not exist, so that an ordinary word counts
         only as the token that begins or ends a text.
@@ -137,9 +143,12 @@ class Vocabulary:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Return the ids of tokens that end a turn: the keys' first, then others, ascending."""
+        """Return the ids of tokens that end a turn: those of keys first, then others, ascending.
+
+        Others are tokens whose text is known to end one. Raises CheckpointError for wrong keys.
+        """
         file_ids = [self.roles[role] for role in _END_ROLES if role in self.roles]
-        listed_ids = _integers(self.fields, "tokenizer.ggml.eos_token_ids")
+        listed_ids = _read_integers(self.fields, "tokenizer.ggml.eos_token_ids")
         file_ids += [number for number in listed_ids if 0 <= number < len(self.tokens)]
         present = _END_TEXTS & self.ids.keys()
         text_ids = {self.ids[text] for text in present}
@@ -152,20 +161,23 @@ class Vocabulary:
         return tuple(ends)
 
     def is_control(self, number: int) -> bool:
-        """True if plain text never spells this token."""
+        """True if the token of this id is a mark that plain text never spells."""
         return self.types[number] in (CONTROL, UNKNOWN) or number in self.end_ids
 
 
-def _texts(fields: Fields, key: str) -> tuple[str, ...]:
-    """Return a list of texts. Raises CheckpointError without it."""
+def _read_texts(fields: Fields, key: str) -> tuple[str, ...]:
+    """Return the list of texts under a key. Raises CheckpointError without it."""
     value = fields.get(key)
     if isinstance(value, tuple) and (not value or isinstance(value[0], str)):
         return value
     raise fields.field_error(key, f"{display_text(value)} is not a list of texts")
 
 
-def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, ...]:
-    """Return a list of whole numbers, empty when absent; count: the length that it must have."""
+def _read_integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, ...]:
+    """Return the list of whole numbers under a key, empty when absent.
+
+    count: the length that it must have. Raises CheckpointError for another value or length.
+    """
     value = fields.get(key)
     if value is None:
         return ()
@@ -176,8 +188,8 @@ def _integers(fields: Fields, key: str, count: int | None = None) -> tuple[int, 
     return value
 
 
-def _scores(fields: Fields, count: int) -> tuple[float, ...]:
-    """Return the score of each token."""
+def _read_scores(fields: Fields, count: int) -> tuple[float, ...]:
+    """Return the score of each token. Raises CheckpointError unless there are `count` numbers."""
     key = "tokenizer.ggml.scores"
     value = fields.get(key)
     if not isinstance(value, tuple) or not value or type(value[0]) not in (int, float):
