@@ -25,9 +25,11 @@ from spd.formats.snapshots import current_snapshot, has_safetensors
 if TYPE_CHECKING:
     from spd.formats.stores import Store, StoredModel
 
-ADAPTER = "adapter_config.json"
-REF_LIMIT = 1000  # bytes of a file that names the snapshot of a revision
+ADAPTER_FILE = "adapter_config.json"
+MAX_REF_BYTES = 1000
+"""Size of a file that names the snapshot of a revision, or LM Studio's folder."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+"""Endings of weights in pickle formats, which are refused."""
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _REPOSITORY = re.compile(rf"(?!.*(?:\.\.|--|(?i:\.gguf)$))(?:{_WORD}/)?{_WORD}")
 _TAGGED = re.compile(rf"((?:{_WORD}/)*{_WORD}):({_WORD})")
@@ -43,6 +45,7 @@ _OLLAMA_FOLDERS = (
 _LM_STUDIO_POINTER = "~/.lmstudio-home-pointer"
 """The file with the path of LM Studio's folder, if it was moved."""
 MODEL_FIX = "-m a folder with config.json and safetensors, or a GGUF file"
+"""The fix of errors for a path that leads to no model."""
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _ADDRESS = re.compile(
     r"(?:https?://[^/]+|(?:huggingface|hf)\.co|hf:/)/([^/?#]+/[^/?#:]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
@@ -50,20 +53,29 @@ _ADDRESS = re.compile(
 
 
 def cache_folder() -> Path:
-    """Return huggingface_hub's cache: `HF_HUB_CACHE`, else `HF_HOME`/hub, else its default."""
+    """Return the folder of huggingface_hub's cache, which need not exist.
+
+    It is `HF_HUB_CACHE`, else `HF_HOME`/hub, else the library's default.
+    """
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = Path(os.environ.get("HF_HOME") or default, "hub")
     return Path(os.environ.get("HF_HUB_CACHE") or hub).expanduser()
 
 
 def spd_cache_folder() -> Path:
-    """Return spd's cache: never below the working folder, since compiled kernels in it are run."""
+    """Return the folder of spd's cache, which need not exist.
+
+    It is never below the working folder, since compiled kernels in it are run.
+    """
     configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (configured if configured.is_absolute() else Path("~/.cache").expanduser()) / "spd"
 
 
 def model_stores() -> list[Store]:
-    """Return the places where programs store models on this machine, the hub's cache first."""
+    """Return the places where programs store models on this machine, the hub's cache first.
+
+    Only LM Studio's file with its folder is read; the places need not exist.
+    """
     from spd.formats.stores import (  # slow to import, and few models need it
         HUB,
         LLAMA_CPP,
@@ -82,7 +94,7 @@ def model_stores() -> list[Store]:
     llama_cpp = Path(os.environ.get("LLAMA_CACHE") or caches / "llama.cpp").expanduser()
     lm_studio = [home / ".lmstudio/models", home / ".cache/lm-studio/models"]
     with suppress(SpdError):
-        moved_folder = read_text(Path(_LM_STUDIO_POINTER).expanduser(), REF_LIMIT).strip()
+        moved_folder = read_text(Path(_LM_STUDIO_POINTER).expanduser(), MAX_REF_BYTES).strip()
         lm_studio.insert(0, Path(moved_folder).expanduser() / "models")
     variable = os.environ.get("OLLAMA_MODELS")
     roots = (variable,) if variable else _OLLAMA_FOLDERS
@@ -95,11 +107,11 @@ def model_stores() -> list[Store]:
 
 
 def resolve_model(reference: str) -> Path:
-    """Return the folder or GGUF file of a reference.
+    """Find the folder or GGUF file of a reference on this machine.
 
     A model at a path wins over a stored one of the same name; of a cached one the revision `main`
-    is taken, or the only one. Raises `NotFoundError`, and `UsageError` for a text that cannot be a
-    model.
+    is taken, or the only one. Raises `NotFoundError`, `UsageError` for a text that cannot be a
+    model or that fits several, and `CheckpointError` for a path or a stored model that is none.
     """
     if not reference.strip() or "\0" in reference:
         alternatives = f"a folder, a GGUF file, org/name or {' or '.join(DEMOS)}"
@@ -110,7 +122,7 @@ def resolve_model(reference: str) -> Path:
     if os.path.lexists(path):
         return _model_at(path)
     if _REPOSITORY.fullmatch(reference):
-        return _named_model(reference)
+        return _model_named(reference)
     if _TAGGED.fullmatch(reference) and (stored := find_stored_model(reference)):
         return stored.path
     if address := _ADDRESS.fullmatch(reference):
@@ -120,12 +132,12 @@ def resolve_model(reference: str) -> Path:
         message = f"{reference}: is an address; a model on the hub is named org/name"
         raise UsageError(message, fix=[f"spd pull {name}", f"-m {name}"])
     if tagged := _TAGGED.fullmatch(reference):
-        raise _not_stored(reference, tagged[1])
+        raise _not_stored_error(reference, tagged[1])
     return _model_at(path)
 
 
 def is_hub_address(reference: str) -> bool:
-    """True if a reference is the address of a page on the hub."""
+    """True if a reference is the web address of a page on the hub."""
     return re.match(r"https?://(www\.)?(huggingface|hf)\.co/", reference) is not None
 
 
@@ -143,18 +155,21 @@ def _model_at(path: Path) -> Path:
     return path
 
 
-def _named_model(name: str) -> Path:
-    """Return the model of a repository's name: a folder in the hub's cache, else of a store."""
+def _model_named(name: str) -> Path:
+    """Find the model of a repository's name: a folder in the hub's cache, else one of a store.
+
+    Raises NotFoundError without one, and what the searches raise.
+    """
     snapshot = current_snapshot(cached_folder(name))
     if snapshot is None or not has_safetensors(snapshot):
         check_repository_name(name)
         if stored := find_stored_model(name):
             return stored.path
-    return _cached_snapshot(name)
+    return _require_cached_snapshot(name)
 
 
 def find_stored_model(reference: str) -> StoredModel | None:
-    """Return the model of a name in the stores; None without one.
+    """Read all stores and return the model of a name, or of a name and a tag; None without one.
 
     Raises UsageError where the name fits several, CheckpointError where the model cannot be opened.
     """
@@ -180,8 +195,11 @@ def find_stored_model(reference: str) -> StoredModel | None:
     return None
 
 
-def _not_stored(reference: str, name: str) -> NotFoundError:
-    """Return the error for a name with a tag that no store has."""
+def _not_stored_error(reference: str, name: str) -> NotFoundError:
+    """Return the error for a reference with a tag that no store has, with the closest stored name.
+
+    name: the reference without the tag.
+    """
     from difflib import get_close_matches
 
     matches = get_close_matches(reference, [model.name for model in list_models()], n=1)
@@ -192,7 +210,7 @@ def _not_stored(reference: str, name: str) -> NotFoundError:
 
 
 def list_models() -> list[StoredModel]:
-    """Return every model in the stores of this machine, the hub's cache first."""
+    """Read the stores of this machine and return every model, folders in the hub's cache first."""
     from spd.formats.stores import HUB, StoredModel
 
     stored = [model for store in model_stores() for model in store.read_models()]
@@ -206,9 +224,9 @@ def list_models() -> list[StoredModel]:
 
 
 def not_a_model_error(path: Path) -> SpdError | None:
-    """Return the error for a file, or a folder without weights, with fixes.
+    """Return the error, with fixes, for a file or folder that is no model; None for no known cause.
 
-    None for an unknown kind.
+    Causes are GGUF files or models inside a folder, a LoRA adapter, pickled weights, another file.
     """
     name_or_path = model_name_of_snapshot(path) or str(path)
     names = list_folder(path) if path.is_dir() else []
@@ -222,8 +240,8 @@ def not_a_model_error(path: Path) -> SpdError | None:
         message = f"{path}: is a file, and not a GGUF file, so it is no model"
         in_model = CONFIG_FILE in list_folder(path.parent)
         return CheckpointError(message, fix=[f"-m {path.parent}" if in_model else MODEL_FIX])
-    if ADAPTER in names:
-        base = Fields.read(path / ADAPTER).get("base_model_name_or_path")
+    if ADAPTER_FILE in names:
+        base = Fields.read(path / ADAPTER_FILE).get("base_model_name_or_path")
         message = f"{name_or_path}: is a LoRA adapter of {display_text(base)}, "
         message += "to be merged into it (PEFT's merge_and_unload)"
         return CheckpointError(message, fix=[f"-m {base} runs it without the adapter"])
@@ -245,9 +263,9 @@ def not_a_model_error(path: Path) -> SpdError | None:
 
 
 def incomplete_error(folder: Path, reason: str) -> SpdError:
-    """Return the error for a folder without some files.
+    """Return the error for a model folder in which something is missing.
 
-    The fix for a snapshot is to continue a download.
+    reason: what is missing. The fix for a snapshot in the hub's cache is to continue a download.
     """
     if (name := model_name_of_snapshot(folder)) is None:
         return CheckpointError(f"{folder}: {reason}")
@@ -277,7 +295,10 @@ def split_tag(reference: str) -> tuple[str, str | None]:
 
 
 def check_repository_name(name: str, revision: str | None = None) -> None:
-    """Raise `UsageError` for an invalid model name on the hub, branch, tag or commit."""
+    """Raise `UsageError` for an invalid name of a model on the hub, or an invalid revision.
+
+    A revision is a branch, tag or commit.
+    """
     if _ADDRESS.fullmatch(name):
         resolve_model(name)  # raises the error for an address
     if name.lower().endswith(".gguf"):
@@ -298,7 +319,7 @@ def check_repository_name(name: str, revision: str | None = None) -> None:
 
 
 def cached_folder(name: str) -> Path:
-    """Return the folder of a model in the hub's cache."""
+    """Return the folder of a model in the hub's cache, which need not exist."""
     return cache_folder() / f"models--{name.replace('/', '--')}"
 
 
@@ -318,17 +339,25 @@ def list_cached_models() -> list[str]:
 
 
 def find_assistant(folder: Path) -> Path | None:
-    """Return the folder NAME-assistant of a model's drafter, beside its own or in the cache."""
+    """Find the folder NAME-assistant of a model's drafter; None without one.
+
+    It lies beside the model's own, or is in the hub's cache.
+    """
     neighbour = folder.parent / f"{folder.name}-assistant"
     if (neighbour / CONFIG_FILE).is_file():
         return neighbour
     with suppress(SpdError):
         if name := model_name_of_snapshot(folder):
-            return _cached_snapshot(f"{name}-assistant")
+            return _require_cached_snapshot(f"{name}-assistant")
     return None
 
 
-def _cached_snapshot(name: str) -> Path:
+def _require_cached_snapshot(name: str) -> Path:
+    """Find the snapshot of a model's revision `main`, or its only one, in the hub's cache.
+
+    Raises UsageError for an invalid name, NotFoundError or CheckpointError without a snapshot that
+    has a config.json; the fixes name the closest stored model.
+    """
     check_repository_name(name)
     folder = cached_folder(name)
     snapshots: list[str] = []
@@ -356,7 +385,7 @@ def _cached_snapshot(name: str) -> Path:
     main = folder / "refs" / "main"
     commit = snapshots[0] if len(snapshots) == 1 else None
     with suppress(CheckpointError):
-        revision = read_text(main, REF_LIMIT).strip()
+        revision = read_text(main, MAX_REF_BYTES).strip()
         commit = revision if revision in snapshots else commit
     if commit is None:
         reason = [

@@ -56,7 +56,9 @@ SMALL_FILES |= {
     "additional_chat_templates/tool_use.jinja",
 }
 SMALL_FILES |= {*QUANTIZATION_FILES}
-FREE_SPACE_FACTOR = 1.05  # required free space, as a share of the download
+"""Names of the files besides weights that are downloaded of a model folder."""
+FREE_SPACE_FACTOR = 1.05
+"""Required free space, as a share of the download."""
 _FREE_SPACE_FIX = "spd rm NAME for a model that is not needed"
 _GGUF_NAME = re.compile(r"(?:\w[\w.+ -]*/)?\w[\w.+ -]*\.gguf", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -71,18 +73,21 @@ class RemoteModel:
     revision: str | None
     commit: str
     files: tuple[RepoSibling, ...]
-    missing_bytes: int  # of the files that are not in the cache yet
-    gguf: FileSet | None = None  # the chosen files of a repository of GGUF files
+    missing_bytes: int
+    """Bytes of the files that are not in the cache yet."""
+    gguf: FileSet | None = None
+    """The chosen files of a repository of GGUF files, without a drafter's."""
 
 
 def look_up_model(
     name: str, revision: str | None = None, tag: str | None = None, free: int = 0
 ) -> RemoteModel:
-    """Look up a model on the hub and its files to download; fetch at most the index of the shards.
+    """Ask the hub for a model's files; download at most the index of the shards, into the cache.
 
-    tag: of its GGUF files; where it has several, and no safetensors, a tag is required. free: bytes
-    of memory, for the message that says which of them fit. Raises UsageError for an invalid name or
-    tag, NotFoundError, NetworkError, and IncompatibleError without a supported model.
+    tag: of its GGUF files; where it has several, and no safetensors, a tag is required. free: free
+    bytes of memory, for the message that says which of them fit. Raises UsageError for an invalid
+    name or tag, NotFoundError, NetworkError, CheckpointError for a wrong index, and
+    IncompatibleError without a supported model.
     """
     check_repository_name(name, revision)
     with _convert_hub_errors(name):
@@ -95,14 +100,14 @@ def look_up_model(
             raise ValueError("it names no commit")
         chosen = _choose_gguf(name, tag, files, free)
         if chosen is not None:
-            selected = [files[file] for file in _add_drafter_files(chosen, files)]
+            selected = [files[file] for file in _with_drafter_files(chosen, files)]
         elif CONFIG_FILE not in files:
             raise IncompatibleError(
                 f"{name}: the repository has no config.json, so it is no model folder"
             )
         else:
             selected = [file for file in files.values() if file.rfilename in SMALL_FILES]
-            selected += _select_weights(name, commit, files)
+            selected += _find_weights(name, commit, files)
         snapshot = cached_folder(name) / "snapshots" / commit
         missing = sum(
             int(file.size or 0) for file in selected if not (snapshot / file.rfilename).is_file()
@@ -120,10 +125,14 @@ def look_up_model(
 def _choose_gguf(
     name: str, tag: str | None, offered: Mapping[str, RepoSibling], free: int
 ) -> FileSet | None:
-    """Return the GGUF files to download of a repository; None where it has safetensors instead."""
+    """Return the GGUF files to download of a repository; None where it has safetensors instead.
+
+    offered: the repository's files by name. free: free bytes of memory, for a message. Raises
+    UsageError where a tag is missing or wrong, IncompatibleError where a split is missing.
+    """
     if tag is None and (WEIGHTS_FILE in offered or INDEX_FILE in offered):
         return None
-    sets = file_sets(_gguf_sizes(offered))
+    sets = file_sets(_gguf_file_sizes(offered))
     if not sets and tag is None:
         return None
     chosen = choose_one_set(sets, name, tag, free)
@@ -133,24 +142,25 @@ def _choose_gguf(
     return chosen
 
 
-def _gguf_sizes(offered: Mapping[str, RepoSibling]) -> dict[str, int]:
+def _gguf_file_sizes(offered: Mapping[str, RepoSibling]) -> dict[str, int]:
     """Return the bytes of a repository's GGUF files by name, without unsafe names."""
     return {
         name: int(file.size or 0) for name, file in offered.items() if _GGUF_NAME.fullmatch(name)
     }
 
 
-def _add_drafter_files(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> list[str]:
-    """Return the files of a model, and of its MTP layers where the repository has them."""
-    drafter = find_drafter(_gguf_sizes(offered), chosen)
+def _with_drafter_files(chosen: FileSet, offered: Mapping[str, RepoSibling]) -> list[str]:
+    """Return the names of a model's files, and of its MTP layers' where the repository has them."""
+    drafter = find_drafter(_gguf_file_sizes(offered), chosen)
     return [*chosen.files, *(drafter.files if drafter else ())]
 
 
-def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
-    """Fetch and check missing files, point the branch or tag at the snapshot, return it.
+def download_model(model: RemoteModel, report: Callable[[int], None]) -> Path:
+    """Download missing files into the cache, check their hashes, and return the snapshot's folder.
 
-    report: called with the number of bytes as they arrive. Raises NetworkError, and ResourceError
-    when the disk is full.
+    Writes the reference of the branch or tag too. report: called with the number of new bytes as
+    they arrive. Raises NetworkError, NotFoundError, and ResourceError when the disk is or would be
+    full.
     """
     cache = cache_folder()
     existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
@@ -170,7 +180,10 @@ def download(model: RemoteModel, report: Callable[[int], None]) -> Path:
 
 
 def _fetch_file(name: str, commit: str, file: RepoSibling, report: Callable[[int], None]) -> Path:
-    """Return the path of a file in the cache; download and check it where it is missing."""
+    """Return the path of a file in the cache; download it where it is missing, and check its hash.
+
+    report: called with the number of new bytes as they arrive.
+    """
     path = cached_folder(name) / "snapshots" / commit / file.rfilename
     if not path.is_file():
         cache = cache_folder()
@@ -188,8 +201,12 @@ def _fetch_file(name: str, commit: str, file: RepoSibling, report: Callable[[int
     return path
 
 
-def _select_weights(name: str, commit: str, files: Mapping[str, RepoSibling]) -> list[RepoSibling]:
-    """Return the weights to load: the single file, else the shards that the index names."""
+def _find_weights(name: str, commit: str, files: Mapping[str, RepoSibling]) -> list[RepoSibling]:
+    """Return the weights to download: the single file, else the shards that the index names.
+
+    Downloads that index. Raises CheckpointError where it names other files than the repository has,
+    IncompatibleError without supported weights.
+    """
     if WEIGHTS_FILE in files:
         return [files[WEIGHTS_FILE]]
     if INDEX_FILE in files:
@@ -226,21 +243,25 @@ def _check_hash(name: str, file: RepoSibling, path: Path) -> None:
 
 
 def _make_progress_class(report: Callable[[int], None]) -> type[tqdm]:
-    """Return a class for the library's progress bars that calls `report`."""
+    """Return a class for the library's progress bars that calls `report` with new bytes."""
 
     class ProgressReporter(tqdm):  # type: ignore[misc]
         """A progress bar that reports the number of new bytes, and draws nothing."""
 
         def __init__(self, *args: object, name: str | None = None, **options: object) -> None:
+            """Begin a bar that is not shown; the library passes a name that tqdm does not take."""
             super().__init__(*args, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
+            """Report `n` new bytes."""
             report(int(n or 0))
 
     return ProgressReporter
 
 
 class _Request(Protocol):
+    """A request of the library's HTTP client."""
+
     method: str
 
 
@@ -264,7 +285,7 @@ def _check_response_names(response: _Response) -> None:
 
 
 def _make_checked_client() -> Any:
-    """Return the library's HTTP client with a check of each response."""
+    """Return a client of the library's kind that checks each response for unsafe names of files."""
     client = default_client_factory()
     client.event_hooks = {**client.event_hooks, "response": [_check_response_names]}
     return client
@@ -272,18 +293,21 @@ def _make_checked_client() -> Any:
 
 @contextmanager
 def _convert_hub_errors(name: str) -> Iterator[None]:
-    """Turn an exception of the hub's library into an error with a fix."""
+    """Turn any exception of the block but SpdError into an error with a fix, by `_hub_error`.
+
+    From here on the library uses clients that check each response.
+    """
     set_client_factory(_make_checked_client)
     try:
         yield
     except errors.SpdError:
         raise
     except Exception as error:
-        raise _convert_hub_error(name, error) from error
+        raise _hub_error(name, error) from error
 
 
-def _convert_hub_error(name: str, error: Exception) -> errors.SpdError:
-    """Return the error for an exception of the library during a download."""
+def _hub_error(name: str, error: Exception) -> errors.SpdError:
+    """Return the error with fixes for an exception of the library while it uses the hub."""
     token = "no token is set (HF_TOKEN)"
     if get_token():
         token = "this token (HF_TOKEN, hf auth login) has no access"
@@ -314,7 +338,10 @@ def _convert_hub_error(name: str, error: Exception) -> errors.SpdError:
 
 
 def _is_lookup_failure(error: BaseException) -> bool:
-    """True if a host name had no address, which is how a machine without a network fails."""
+    """True if an error or one of its causes is that a host name has no address.
+
+    That is how a machine without a network fails.
+    """
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, socket.gaierror):

@@ -142,7 +142,7 @@ def test_what_was_finished_is_kept(
     assert ran.code == 8 and not (snapshot(cache) / "model.safetensors").exists()
     hub.sent.clear()
     with pytest.raises(Interrupted):
-        hub_download.download(hub_download.look_up_model(NAME), make_failing(Interrupted(2)))
+        hub_download.download_model(hub_download.look_up_model(NAME), make_failing(Interrupted(2)))
     assert not list(cache.rglob("*.incomplete"))
     hub.log.clear()
     assert spd_run("pull", NAME).code == 0

@@ -124,7 +124,7 @@ def _look_up_remote_model(session: Session, name: str, revision: str | None) -> 
 
 def _download_model(session: Session, model: RemoteModel) -> Path:
     """Download the missing files of a model with progress; return its folder in the cache."""
-    from spd.formats.hub_download import download
+    from spd.formats.hub_download import download_model
     from spd.runtime import LoadProgress
 
     if model.missing_bytes:
@@ -141,7 +141,7 @@ def _download_model(session: Session, model: RemoteModel) -> Path:
             done += count
             display(LoadProgress("download", done, max(model.missing_bytes, done)))
 
-        return download(model, report)
+        return download_model(model, report)
 
 
 def ls(session: Session, options: JsonOptions) -> None:
