@@ -1,4 +1,7 @@
-"""Readers of untrusted files: regular files, bounded sizes, strict JSON, typed fields in ranges."""
+"""Readers of untrusted files: regular files, bounded sizes and depths, typed fields in ranges.
+
+JSON may have NaN and infinities, as Python reads it: no range of a field admits them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,10 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
 from spd.errors import CheckpointError
 
-CONFIG_LIMIT = 10_000_000  # bytes; the largest published config.json is below 100 kB
+MAX_OBJECT_BYTES = 10_000_000
+"""Size of a file that holds one object; the largest published config.json is below 100 kB."""
 MAX_DEPTH = 64
-"""Levels of lists and objects inside each other."""
+"""Levels of lists and objects inside each other that a file may have."""
 MAX_CONTAINERS = 1_500_000
 """Lists and objects of a file. The limit bounds a hostile file's memory; the header of 90 thousand
 tensors has 270,000."""
@@ -41,14 +45,14 @@ def display_text(value: object) -> str:
 
 
 def one_line(error: object) -> str:
-    """Return a library's error for a message: one printable line of at most 200 characters."""
+    """Return the text of a library's error for a message: one line of at most 200 characters."""
     text = str(error)
     line = text if text.isprintable() else ascii(text)
     return line if len(line) <= 200 else line[:197] + "..."
 
 
 def abbreviate(names: list[str], limit: int = 20) -> list[str]:
-    """Return at most `limit` of the names, then the number of the others."""
+    """Return the first `limit` of the names and a line with the number of the others, if any."""
     if len(names) <= limit:
         return [*names]
     return [*names[:limit], f"and {len(names) - limit} more"]
@@ -56,7 +60,7 @@ def abbreviate(names: list[str], limit: int = 20) -> list[str]:
 
 @contextmanager
 def convert_os_errors(path: Path) -> Generator[None, None, None]:
-    """Turn an OSError or ValueError of the block into a `CheckpointError` with the file."""
+    """Turn an OSError or ValueError of the block into a `CheckpointError` that names the path."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -64,7 +68,7 @@ def convert_os_errors(path: Path) -> Generator[None, None, None]:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the sorted names in a folder, broken links included."""
+    """Return the sorted names in a folder, broken links included. Raises CheckpointError."""
     with convert_os_errors(folder):
         return sorted(os.listdir(folder))
 
@@ -79,7 +83,10 @@ def file_identity(status: os.stat_result) -> FileIdentity:
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, without ever blocking on a FIFO or a device."""
+    """Open a regular file, or a link to one, without ever blocking on a FIFO or a device.
+
+    The caller closes it. Raises CheckpointError for another kind, and for a git-lfs pointer.
+    """
     with convert_os_errors(path), ExitStack() as on_error:
         file = on_error.enter_context(
             open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -97,7 +104,10 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return the content of a UTF-8 file of at most `limit` bytes, without a byte order mark."""
+    """Return the content of a UTF-8 file of at most `limit` bytes, without a byte order mark.
+
+    Raises CheckpointError.
+    """
     with open_regular_file(path) as file, convert_os_errors(path):
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -106,7 +116,10 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def decode_utf8(data: bytes, where: str) -> str:
-    """Return UTF-8 bytes as text. The error for UTF-16 names that encoding."""
+    """Return UTF-8 bytes as text, without a byte order mark.
+
+    where: begins every message. Raises CheckpointError; the one for UTF-16 names that encoding.
+    """
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:4]:
         raise CheckpointError(f"{where}: is UTF-16 or binary, UTF-8 is expected")
     try:
@@ -118,7 +131,7 @@ def decode_utf8(data: bytes, where: str) -> str:
 def parse_json(
     text: str, where: str, parse_constant: Callable[[str], object] | None = None
 ) -> object:
-    """Parse JSON of bounded depth and size, no key twice, no lone surrogates.
+    """Parse JSON of at most `MAX_DEPTH` levels, without a key twice or half of a surrogate pair.
 
     where: begins every message. parse_constant: returns the value of NaN and the infinities by
     their names; None: Python's own. Raises CheckpointError.
@@ -180,7 +193,11 @@ def json_key(name: str, *bounds: float) -> dict[str, object]:
 
 @dataclass
 class Fields:
-    """A JSON object with typed, ranged reading; null counts as absent."""
+    """A JSON object whose values are read by type and range; null counts as absent.
+
+    Every reader raises CheckpointError, which names the file and the key, for a value of another
+    type or out of range, and for an absent one without a default.
+    """
 
     where: str
     """The beginning of every message: the file, and for a nested object the key that holds it."""
@@ -189,25 +206,32 @@ class Fields:
     """The keys in the file of those that were renamed, for messages."""
 
     @classmethod
-    def read(cls, path: Path, limit: int = CONFIG_LIMIT) -> Fields:
-        """Read the object that a file of at most `limit` bytes holds."""
+    def read(cls, path: Path, limit: int = MAX_OBJECT_BYTES) -> Fields:
+        """Read the JSON object that a file of at most `limit` bytes holds. See `parse`."""
         return cls.parse(read_text(path, limit), str(path))
 
     @classmethod
     def parse(cls, text: str, where: str) -> Fields:
-        """Parse the object that a text holds."""
+        """Parse the JSON object that a text holds; NaN and infinities parse as Python's floats.
+
+        where: begins every message. Raises CheckpointError for another value, and as `parse_json`.
+        """
         value = parse_json(text, where)
         if not isinstance(value, dict):
             raise CheckpointError(f"{where}: is not a JSON object")
         return cls(where, value)
 
     def __contains__(self, key: str) -> bool:
+        """True if a key has a value other than null."""
         return self.values.get(key) is not None
 
     def with_values(
         self, values: Mapping[str, object], file_keys: Mapping[str, str] | None = None
     ) -> Fields:
-        """Return a copy with other values of some keys."""
+        """Return a copy with other values of some keys.
+
+        file_keys: more keys in the file of those that were renamed.
+        """
         return Fields(
             self.where, {**self.values, **values}, {**self.file_keys, **(file_keys or {})}
         )
@@ -215,8 +239,8 @@ class Fields:
     def with_canonical_keys(self, aliases: Mapping[str, Sequence[str]]) -> Fields:
         """Return a copy in which each value stands under its canonical key alone.
 
-        aliases: other keys of each canonical one. Keys with the same meaning may not disagree,
-        unless their values are lists.
+        aliases: other keys of each canonical one. Raises CheckpointError where keys with the same
+        meaning disagree, unless the first value is a list.
         """
         values: dict[str, object] = {}
         file_keys: dict[str, str] = {}
@@ -235,20 +259,21 @@ class Fields:
         return self.with_values(values, file_keys)
 
     def field_error(self, key: str, reason: str) -> CheckpointError:
-        """Return the error for a field: file, field, reason."""
+        """Return the error for a field, whose message is the file, the key in it and the reason."""
         return CheckpointError(f"{self.where}: {self.file_keys.get(key, key)}: {reason}")
 
     def require(self, condition: bool, key: str, reason: str) -> None:
-        """Raise the error for a field unless a condition holds."""
+        """Raise CheckpointError for a field, for a reason, unless a condition holds."""
         if not condition:
             raise self.field_error(key, reason)
 
     def get(self, key: str) -> object:
+        """Return the value of a key, unchecked; None when it is absent or null."""
         return self.values.get(key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         """Return a whole number in [low, high]; 4096.0 and true are not whole numbers."""
-        value = self._present(key, default)
+        value = self._present_value(key, default)
         if type(value) is not int or not low <= value <= high:
             raise self.field_error(
                 key, f"{display_text(value)} is not a whole number from {low} to {high}"
@@ -256,7 +281,7 @@ class Fields:
         return value
 
     def even_integer(self, key: str, high: int, default: int | None = None) -> int:
-        """Return an even whole number from 2 on: rotary embedding rotates pairs."""
+        """Return an even whole number in [2, high]: rotary embedding rotates pairs."""
         value = self.integer(key, 2, high, default)
         self.require(value % 2 == 0, key, f"{value} is odd: rotary embedding needs pairs")
         return value
@@ -266,8 +291,8 @@ class Fields:
         return self.integer(key, low, high) if key in self else None
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        """Return a finite number in [low, high]; NaN is in no range."""
-        value = self._present(key, default)
+        """Return a number in [low, high] as a float; NaN is in no range, true and false neither."""
+        value = self._present_value(key, default)
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
@@ -294,7 +319,7 @@ class Fields:
         raise self.field_error(key, reason)
 
     def numbers(self, key: str, count: int, low: float, high: float) -> tuple[float, ...]:
-        """Return a list of `count` numbers, each in [low, high]."""
+        """Return `count` numbers of a list, each in [low, high], as floats."""
         values = self.get(key)
         if not isinstance(values, list) or len(values) != count:
             raise self.field_error(key, f"is not a list of {count} numbers")
@@ -302,14 +327,14 @@ class Fields:
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """Return true or false; 0 and 1 are neither."""
-        value = self._present(key, default)
+        value = self._present_value(key, default)
         if not isinstance(value, bool):
             raise self.field_error(key, f"{display_text(value)} is not true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._present(key, default)
+        value = self._present_value(key, default)
         if not isinstance(value, str):
             raise self.field_error(key, f"{display_text(value)} is not a string")
         return value
@@ -322,10 +347,7 @@ class Fields:
         return value
 
     def require_supported(self, key: str, value: object, supported: Collection[object]) -> None:
-        """Raise the error for a field whose value is not among the supported ones.
-
-        It names the value.
-        """
+        """Raise CheckpointError, which names the value and the supported ones, unless it is one."""
         if value not in supported:  # first: a header comes here thousands of times
             texts = [text if isinstance(text, str) else display_text(text) for text in supported]
             verb = "is" if len(texts) == 1 else "are"
@@ -333,7 +355,10 @@ class Fields:
             raise self.field_error(key, f"{display_text(value)} is not supported{alternatives}")
 
     def refuse_unsupported_values(self, supported: Mapping[str, Collection[object]]) -> None:
-        """Raise an error for a key with a value that is not supported. Keys may be absent."""
+        """Raise CheckpointError for a key with a value that is not supported. Keys may be absent.
+
+        supported: the supported values by key.
+        """
         for key, values in supported.items():
             if key in self:
                 self.require_supported(key, self.get(key), values)
@@ -404,7 +429,8 @@ class Fields:
             raise self.field_error(key, f"{display_text(value)} is not an object")
         return Fields(f"{self.where}: {key}", value)
 
-    def _present(self, key: str, default: object) -> object:
+    def _present_value(self, key: str, default: object) -> object:
+        """Return the value of a key, else the default. Raises CheckpointError without both."""
         value = default if key not in self else self.values[key]
         self.require(value is not None, key, "is null" if key in self.values else "is missing")
         return value
