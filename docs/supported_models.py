@@ -131,7 +131,7 @@ def gguf_section() -> list[str]:
 def make_document() -> str:
     """Return the page."""
     heads: dict[str, list[str]] = {}
-    for family in mtp_layout.FAMILIES:
+    for family in mtp_layout.MTP_FAMILIES:
         for architecture in family.architectures:
             heads.setdefault(architecture, []).append(family.name)
     families = []
@@ -164,7 +164,7 @@ def make_document() -> str:
         "## MTP heads",
         "",
         "Heads are found by the names of their tensors; "
-        f"the families known are {', '.join(family.name for family in mtp_layout.FAMILIES)}.",
+        f"the families known are {', '.join(family.name for family in mtp_layout.MTP_FAMILIES)}.",
     ]
     if other_names:
         lines.append(

@@ -12,7 +12,7 @@ import pytest
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.mtp import make_head_config
-from spd.formats.mtp_layout import FAMILIES as LAYOUTS
+from spd.formats.mtp_layout import MTP_FAMILIES
 from spd.runtime.models import FAMILIES
 from tests.recipes.mtp_folders import write_deepseek
 
@@ -128,7 +128,7 @@ def test_layouts_and_keys_are_all_there() -> None:
     keys = config["speculators_config"]
     key_texts = [f"`{key}" for key in config] + [f"speculators_config.{key}" for key in keys]
     key_texts += [f"verifier.{key}`" for key in keys["verifier"]] + [
-        f"`{family.name}`" for family in LAYOUTS
+        f"`{family.name}`" for family in MTP_FAMILIES
     ]
     assert [key_text for key_text in key_texts if key_text not in MTP_PAGE] == []
 

@@ -23,7 +23,7 @@ from benchmarks.gpu_suite.room import needed_bytes, plan_anyway, usable_bytes
 from benchmarks.gpu_suite.round_times import Load, Recorder, measure_load, with_engine
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp import MtpSource
-from spd.formats.mtp_layout import FAMILIES, MtpLayout
+from spd.formats.mtp_layout import MTP_FAMILIES, MtpLayout
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
 from spd.runtime.models.layouts import MoeLayout
@@ -240,7 +240,7 @@ def write_hollow(model: Published, parent: Path) -> Path:
     code = CODES[config.dtype]
     layouts = [family_layout(config)]
     if model.modules:
-        family = next(candidate for candidate in FAMILIES if candidate.name == model.family())
+        family = next(candidate for candidate in MTP_FAMILIES if candidate.name == model.family())
         head = MtpLayout(family, model.modules, config.num_layers)
         source = MtpSource(ModelFolder(folder), head, config)
         layouts += [part.layout for part in module_parts(source, model.modules, None)]

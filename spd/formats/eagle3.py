@@ -40,7 +40,7 @@ ARCHITECTURES = (
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )
-MODEL_TYPE = "eagle3"
+SPECULATORS_TYPE = "eagle3"
 MAX_AUX_LAYERS = 16
 """Streams that a head may read."""
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -99,7 +99,7 @@ def read_eagle3(fields: Fields) -> tuple[Eagle3Config, Fields] | None:
 
     None for another kind of model.
     """
-    is_speculators = fields.get("speculators_model_type") == MODEL_TYPE
+    is_speculators = fields.get("speculators_model_type") == SPECULATORS_TYPE
     layer = fields
     if is_speculators:
         layer = fields.nested("transformer_layer_config")

@@ -35,6 +35,7 @@ _KIND_ALIASES = {
 }
 """Names of kinds in older files, and the letters of Nemotron-H."""
 SWIGLU_LIMIT_KEYS = ("swiglu_limits", "swiglu_limits_shared")
+"""Keys for the largest gate and up values of SwiGLU in each layer: of experts and of the others."""
 
 
 def read_layer_kinds(

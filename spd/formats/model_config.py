@@ -48,6 +48,7 @@ from spd.formats.rope_config import (
 )
 
 MTP_HEAD = "MTPSpeculator"
+"""The architecture in the `config.json` of a folder that holds an MTP head alone."""
 # Caps stop an absurd number before anything is allocated; all lie well above any published model.
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -187,23 +188,26 @@ Values are the part that a key configures, and the nearest class with such a par
 _DTYPES = [
     prefix + name for prefix in ("", "torch.") for name in ("bfloat16", "float16", "float32")
 ]
-HEADS = {
+HEAD_DESCRIPTIONS = {
     "mtp": "an MTP head",
     "eagle3": "an EAGLE-3 head",
     "assistant": "an assistant",
     "block": "a block drafter",
 }
-"""What drafts for a model and is none, by its method."""
+"""What drafts for a model and is none itself, in words, by its method."""
 
 
 def refuse_head(config: ModelConfig, folder: Path) -> None:
-    """Refuse an EAGLE-3 head, an assistant or a block drafter where a model is needed."""
+    """Raise CheckpointError for an EAGLE-3 head, an assistant or a block drafter: no model."""
     if config.head_kind is not None:
         raise _drafter_error(config.head_kind, folder)
 
 
 def _drafter_error(kind: str, folder: Path) -> CheckpointError:
-    reason = f"{folder}: {HEADS[kind]} drafts for another model and writes no text by itself"
+    """Return the error for a folder with a drafter of a kind where a model is needed."""
+    reason = (
+        f"{folder}: {HEAD_DESCRIPTIONS[kind]} drafts for another model and writes no text by itself"
+    )
     return CheckpointError(reason, fix=[f"-m TARGET --draft-model {folder}"])
 
 
@@ -253,7 +257,7 @@ def _text_fields(fields: Fields) -> Fields:
 
 def _decoder_config(fields: Fields) -> ModelConfig:
     """Return the configuration of a text model."""
-    architecture = _architecture(fields)
+    architecture = _read_architecture(fields)
     family = _FAMILIES[architecture]
     fields = canonical_fields(fields, family)
     refuse_unsupported(fields, family)
@@ -398,8 +402,11 @@ def _read_scales(fields: Fields) -> Scales:
     return replace(scales, logits=scales.logits / divisor)
 
 
-def _architecture(fields: Fields) -> str:
-    """Return the architecture's name; refuse an unknown one, or a model type of another."""
+def _read_architecture(fields: Fields) -> str:
+    """Return the architecture's name.
+
+    Raises CheckpointError for an unknown one, and for a model type of another.
+    """
     names = fields.get("architectures")
     key = "architectures"
     if names == [MTP_HEAD]:

@@ -23,13 +23,16 @@ from spd.formats.mtp_layout import MtpLayout, find_mtp_layout, is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.safetensors_header import TensorMeta
 
-MODEL_TYPE = "mtp"
-HOW_TO_ATTACH = (
+SPECULATORS_TYPE = "mtp"
+"""The `speculators_model_type` in the `config.json` of a head folder."""
+HEAD_FIXES = (
     "--draft-model HEAD with a folder that `spd convert-mtp ORIGINAL HEAD` made of the original checkpoint",
     "--spec ngram",
 )
-TABLES = (EMBEDDING, HEAD)
-COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Fixes of errors for a checkpoint without a complete head."""
+TABLE_NAMES = (EMBEDDING, HEAD)
+"""The target's tables of which a head may have copies."""
+MODULE_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys of `config.json` for the number of a head's modules."""
 
 
@@ -50,16 +53,25 @@ class MtpSource:
 
 
 def declared_module_count(fields: Fields) -> int:
-    """Return the number of MTP modules in `config.json`; 0 where it names none."""
+    """Return the number of MTP modules that `config.json` names; 0 where it names none.
+
+    Raises CheckpointError for a value that is no number of modules.
+    """
     nested = fields.get("text_config")
     merged = fields.with_values({**(nested if isinstance(nested, dict) else {}), **fields.values})
     return merged.integer(
-        next((key for key in COUNT_KEYS if key in merged), COUNT_KEYS[0]), 0, MAX_LAYERS, 0
+        next((key for key in MODULE_COUNT_KEYS if key in merged), MODULE_COUNT_KEYS[0]),
+        0,
+        MAX_LAYERS,
+        0,
     )
 
 
 def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
-    """Return the error for a checkpoint without an MTP head, declared or not."""
+    """Return the error for a checkpoint without tensors of an MTP head.
+
+    num_layers: of its model. declared: the number of modules in its `config.json`.
+    """
     reason = [
         f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"
     ]
@@ -67,13 +79,13 @@ def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleEr
         reason.append(
             f"config.json speaks of {declared}: quantized copies are often written without them"
         )
-    return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=HOW_TO_ATTACH)
+    return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=HEAD_FIXES)
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:
-    """Return the SHA-256 of a checkpoint's final norm as stored.
+    """Read a checkpoint's final norm and return the SHA-256 of its dtype, shape and stored bytes.
 
-    The norm is small, and equal only in quantized copies of the checkpoint.
+    It stands for the checkpoint: the norm is small, and equal only in quantized copies of it.
     """
     meta = checkpoint.meta(FINAL_NORM)
     data = b"".join(checkpoint.read_pieces(meta))
@@ -90,8 +102,8 @@ def make_head_config(
 ) -> dict[str, Any]:
     """Return the `config.json` of a head folder.
 
-    verifier_config: the target's `config.json`. sha256: see `verifier_hash`. quantized: keep the
-    target's quantization.
+    verifier_config: the target's `config.json`. verifier: the target's name or path. sha256: see
+    `verifier_hash`. modules: their number. quantized: keep the target's quantization.
     """
     layer_config = {
         key: value
@@ -101,11 +113,11 @@ def make_head_config(
     architectures = verifier_config.get("architectures")
     return {
         "architectures": [MTP_HEAD],
-        "speculators_model_type": MODEL_TYPE,
+        "speculators_model_type": SPECULATORS_TYPE,
         "num_nextn_predict_layers": modules,
         "transformer_layer_config": layer_config,
         "speculators_config": {
-            "algorithm": MODEL_TYPE,
+            "algorithm": SPECULATORS_TYPE,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": modules}],
             "default_proposal_method": "greedy",
             "verifier": {
@@ -124,20 +136,21 @@ def is_mtp_head(folder: ModelFolder) -> bool:
     fields = folder.fields
     return (
         fields.get("architectures") == [MTP_HEAD]
-        or fields.get("speculators_model_type") == MODEL_TYPE
+        or fields.get("speculators_model_type") == SPECULATORS_TYPE
     )
 
 
 def read_head_folder(folder: ModelFolder) -> MtpSource:
-    """Read a head folder's configuration and find its modules.
+    """Read a head folder's configuration and find its modules by the names of its tensors.
 
-    `check_mtp_source` checks its tensors.
+    Raises CheckpointError where it is no such folder or has another number of modules. The tensors
+    are checked later, by `check_mtp_source`.
     """
     fields = folder.fields
     layer = fields.optional_nested("transformer_layer_config")
     speculators = fields.optional_nested("speculators_config")
     kind = fields.get("speculators_model_type")
-    if kind != MODEL_TYPE or layer is None or speculators is None:
+    if kind != SPECULATORS_TYPE or layer is None or speculators is None:
         message = f"{fields.where}: speculators_model_type: {display_text(kind)}: "
         message += "this is no folder with an MTP head"
         fix = ["spd convert-mtp ORIGINAL HEAD makes one from a checkpoint with MTP layers"]
@@ -161,9 +174,10 @@ def read_head_folder(folder: ModelFolder) -> MtpSource:
 
 
 def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
-    """Find the head for a target in a GGUF file, with or without a model. Raises IncompatibleError.
+    """Find the head for a target in a GGUF file, with or without a model of its own.
 
     The layers' configuration is the target's: the file has only the fields that such layers need.
+    Hashes the file's final norm. Raises IncompatibleError without a head, or for another model's.
     """
     fields = file.fields
     config = target.config
@@ -223,7 +237,10 @@ def check_head_fits(head: MtpSource, target: ModelConfig, folder: Path) -> None:
 def require_equal_properties(
     kind: str, properties: Iterable[tuple[str, object, object]], head: Path, target: Path
 ) -> None:
-    """Raise IncompatibleError if a property (name, head's value, target's value) differs."""
+    """Raise IncompatibleError if a property (name, head's value, target's value) differs.
+
+    kind, head, target: of the head, and the paths of both, for the message.
+    """
     differing = [
         f"{property_name}: head {head_value}, target {target_value}"
         for property_name, head_value, target_value in properties
@@ -237,11 +254,13 @@ def require_equal_properties(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The tensors that a conversion copies, from headers alone; closed with its checkpoint."""
+    """The tensors that a conversion copies, chosen by headers alone; closed with its checkpoint."""
 
     checkpoint: Checkpoint
+    """The opened source: the head's tensors, the final norm and the tables."""
     head: MtpSource
     tensors: tuple[TensorMeta, ...]
+    """The head's tensors without its copies of tables."""
     table_copies: tuple[tuple[TensorMeta, TensorMeta | None], ...]
     """The head's copies of tables, each with the target's table, or None where that is in no opened
     shard. An equal copy is left out."""
@@ -261,18 +280,22 @@ def plan_head(
     name: str,
     required_names: Callable[[MtpSource, Checkpoint], Collection[str]],
 ) -> HeadPlan:
-    """Plan the extraction of a checkpoint's head; the caller closes the plan's checkpoint.
+    """Open a checkpoint and plan its head's extraction; the caller closes the plan's checkpoint.
 
-    name: of the source, for the head's configuration. check: returns the names of the tensors that
-    the head's modules read, and raises CheckpointError where some are missing.
+    name: of the source, for the head's configuration. required_names: returns the names of the
+    tensors that the head's modules read, and raises CheckpointError where some are missing. Raises
+    IncompatibleError without a head.
     """
     config = source.config
     refuse_head(config, source.path)
     is_extra_tensor = partial(is_mtp_tensor, num_layers=config.num_layers)
 
     def select_tensors(shards: Mapping[str, str]) -> set[str]:
+        """Return the names of the head's tensors and of tables in shards that exist."""
         tables = [
-            table for table in TABLES if table in shards and (source.path / shards[table]).exists()
+            table
+            for table in TABLE_NAMES
+            if table in shards and (source.path / shards[table]).exists()
         ]
         return {FINAL_NORM, *tables, *filter(is_extra_tensor, shards)}
 
@@ -289,7 +312,7 @@ def plan_head(
     )
     needed = required_names(head, checkpoint)
     # A copy of the output head may equal the target's embedding, where that one is tied.
-    embedding, output = (checkpoint.tensors.get(name) for name in TABLES)
+    embedding, output = (checkpoint.tensors.get(name) for name in TABLE_NAMES)
     target_tables = {"embedding": embedding, "head": output or embedding}
     tables = {
         layout.tensor_name(template, module): target_tables[role]
@@ -315,9 +338,9 @@ def plan_head(
 
 
 def find_differing_copies(plan: HeadPlan) -> list[TensorMeta]:
-    """Return the head's copies of tables that differ from the target's in a bit.
+    """Read the head's copies of tables and the target's; return the copies that differ in a bit.
 
-    Reads both to the end.
+    Copies whose table is in no opened shard are left out.
     """
     pairs = ((copy, table.name) for copy, table in plan.table_copies if table is not None)
     checkpoint = plan.checkpoint

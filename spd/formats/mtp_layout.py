@@ -40,18 +40,18 @@ class MtpFamily:
     private_tables: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Names of the head's copies of `embedding` and `head`, where the family writes them."""
     hidden_first: bool = False
-    """The projection's first columns are the state's, else the embedding's."""
+    """True if the projection's first columns are the state's, else the embedding's."""
     masks_first_embedding: bool = True
-    """The embedding is zero where the rotary position is 0."""
+    """True if the embedding is zero where the rotary position is 0."""
     feeds_back_normed: bool = True
-    """The state for the next module is taken after the final norm, else before it."""
+    """True if the state for the next module is taken after the final norm, else before it."""
     zero_centered_norms: bool = False
-    """The scales of norms are stored as their distance from 1."""
+    """True if the scales of norms are stored as their distance from 1."""
     template_layer: int = -1
     """The index of the target's layer that a module's layer is like."""
     uses_sliding_window: bool = False
-    """A module's layer is one of the target's with a sliding window, and its MLP is dense, whatever
-    the MLP of the target's layers is."""
+    """True if a module's layer is one of the target's with a sliding window, and its MLP is dense,
+    whatever the MLP of the target's layers is."""
 
     @property
     def continues_layer_numbers(self) -> bool:
@@ -60,25 +60,26 @@ class MtpFamily:
 
 
 _MODULE_TENSORS = ("token_norm", "state_norm", "projection", "final_norm")
+"""Roles of a module's tensors outside its layer; a family may lack the last."""
 
 
-def _name_tensors(prefix: str, stems: str) -> dict[str, str]:
+def _tensor_names(prefix: str, stems: str) -> dict[str, str]:
     """Return the names of a module's norms and projection by their roles, in the roles' order."""
     names = (f"{prefix}{stem}.weight" for stem in stems.split())
     return dict(zip(_MODULE_TENSORS, names, strict=False))
 
 
-def _name_classes(names: str) -> tuple[str, ...]:
-    """Return architectures from their names without ForCausalLM."""
+def _class_names(names: str) -> tuple[str, ...]:
+    """Return classes of architectures from their names without ForCausalLM."""
     return tuple(f"{name}ForCausalLM" for name in names.split())
 
 
 _NEXT_LAYER = "model.layers.{l}."
 _NORMS = "enorm hnorm eh_proj "
-_deepseek = partial(
+_deepseek_family = partial(
     MtpFamily,
     layer_prefix=_NEXT_LAYER,
-    module_tensors=_name_tensors(_NEXT_LAYER, _NORMS + "shared_head.norm"),
+    module_tensors=_tensor_names(_NEXT_LAYER, _NORMS + "shared_head.norm"),
     private_tables={
         "embedding": f"{_NEXT_LAYER}embed_tokens.weight",
         "head": f"{_NEXT_LAYER}shared_head.head.weight",
@@ -89,36 +90,36 @@ _MIMO_TENSORS = "token_layernorm hidden_layernorm input_proj final_layernorm"
 _MIMO_V2_LAYER = "model.mtp.layers.{i}."
 _ERNIE_TENSORS = "mtp_emb_norm.{i} mtp_hidden_norm.{i} mtp_linear_proj.{i}"
 _NUMBERED_LAYER = "mtp.layers.{i}."
-_mtp = partial(
+_mtp_family = partial(
     MtpFamily,
     layer_prefix=_NUMBERED_LAYER,
-    module_tensors=_name_tensors("mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
+    module_tensors=_tensor_names("mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
     masks_first_embedding=False,
 )
 
-FAMILIES = (
-    _deepseek("deepseek", _name_classes("DeepseekV3")),
-    _deepseek("glm4", _name_classes("Glm4Moe Glm4MoeLite"), feeds_back_normed=False),
+MTP_FAMILIES = (
+    _deepseek_family("deepseek", _class_names("DeepseekV3")),
+    _deepseek_family("glm4", _class_names("Glm4Moe Glm4MoeLite"), feeds_back_normed=False),
     MtpFamily(
         "mimo",
-        _name_classes("MiMo"),
+        _class_names("MiMo"),
         _MIMO_LAYER,
-        _name_tensors(_MIMO_LAYER, _MIMO_TENSORS),
+        _tensor_names(_MIMO_LAYER, _MIMO_TENSORS),
         hidden_first=True,
     ),
     MtpFamily(
         "mimo_v2",
-        _name_classes("MiMoV2Flash"),
+        _class_names("MiMoV2Flash"),
         _MIMO_V2_LAYER,
-        _name_tensors(_MIMO_V2_LAYER, _NORMS + "final_layernorm"),
+        _tensor_names(_MIMO_V2_LAYER, _NORMS + "final_layernorm"),
         masks_first_embedding=False,
         uses_sliding_window=True,
     ),
     MtpFamily(
         "step3",
-        _name_classes("Step3p5"),
+        _class_names("Step3p5"),
         _NEXT_LAYER,
-        _name_tensors(_NEXT_LAYER, _NORMS + "transformer.shared_head.norm"),
+        _tensor_names(_NEXT_LAYER, _NORMS + "transformer.shared_head.norm"),
         private_tables={"head": f"{_NEXT_LAYER}transformer.shared_head.output.weight"},
         masks_first_embedding=False,
         zero_centered_norms=True,
@@ -126,19 +127,21 @@ FAMILIES = (
     ),
     MtpFamily(
         "ernie",
-        _name_classes("Ernie4_5_Moe Ernie4_5_"),
+        _class_names("Ernie4_5_Moe Ernie4_5_"),
         "model.mtp_block.{i}.",
-        _name_tensors("model.", _ERNIE_TENSORS),
+        _tensor_names("model.", _ERNIE_TENSORS),
         feeds_back_normed=False,
         template_layer=0,
     ),
-    _mtp("mtp", ()),
-    _mtp("qwen3_next", _name_classes("Qwen3Next Qwen3_5 Qwen3_5Moe"), zero_centered_norms=True),
+    _mtp_family("mtp", ()),
+    _mtp_family(
+        "qwen3_next", _class_names("Qwen3Next Qwen3_5 Qwen3_5Moe"), zero_centered_norms=True
+    ),
     MtpFamily(
         "nemotron_h",
-        _name_classes("NemotronH"),
+        _class_names("NemotronH"),
         _NUMBERED_LAYER,
-        _name_tensors(_NUMBERED_LAYER, _NORMS + "final_layernorm"),
+        _tensor_names(_NUMBERED_LAYER, _NORMS + "final_layernorm"),
         masks_first_embedding=False,
     ),
 )
@@ -156,11 +159,15 @@ class MtpLayout:
 
     family: MtpFamily
     modules: int
+    """The number of modules."""
     first_layer: int
     """The {l} of module 0; unused where the family does not continue the target's layer numbers."""
 
     def tensor_name(self, template: str, module: int) -> str:
-        """Return the name of a module's tensor."""
+        """Return the name of a module's tensor.
+
+        template: one of the family's names, with {i} or {l}.
+        """
         return template.format(i=module, l=self.first_layer + module)
 
     def layer_prefix(self, module: int) -> str:
@@ -168,21 +175,21 @@ class MtpLayout:
         return self.tensor_name(self.family.layer_prefix, module)
 
     def contains(self, name: str) -> bool:
-        """True if a tensor lies inside this head, whether a module reads it or not."""
+        """True if the tensor of this name lies inside the head, read by a module or not."""
         if self.family.continues_layer_numbers:
             return is_mtp_tensor(name, self.first_layer)
         return _MODULE.match(name) is not None
 
     @property
     def description(self) -> str:
-        """The family, the number of modules and their place, for people."""
+        """Return the family, the number of modules and their place, as a text for people."""
         plural = "s" if self.modules > 1 else ""
         modules = f"{self.modules} module{plural}"
         return f"{self.family.name} layout, {modules} at {self.layer_prefix(0)}*"
 
 
 def is_mtp_tensor(name: str, num_layers: int) -> bool:
-    """True if a tensor belongs to an MTP head of a target with `num_layers` layers."""
+    """True if the tensor of this name is an MTP head's, of a target with `num_layers` layers."""
     layer = _LAYER.match(name)
     return int(layer[1]) >= num_layers if layer else _MODULE.match(name) is not None
 
@@ -190,11 +197,12 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 def find_mtp_layout(architecture: str, names: Collection[str], num_layers: int) -> MtpLayout | None:
     """Find the MTP head, complete or not, among the names of a checkpoint's tensors.
 
-    num_layers: of the target. Returns None without any tensor of a head.
+    architecture, num_layers: the target's. Returns None without any tensor of a head. Modules are
+    counted up to the one with the highest number.
     """
-    of_architecture = [family for family in FAMILIES if architecture in family.architectures]
+    of_architecture = [family for family in MTP_FAMILIES if architecture in family.architectures]
     by_projection: dict[str, MtpFamily] = {}
-    for family in (*of_architecture, *FAMILIES):
+    for family in (*of_architecture, *MTP_FAMILIES):
         by_projection.setdefault(family.module_tensors["projection"], family)
     for family in by_projection.values():
         pattern = _name_pattern((*family.module_tensors.values(), family.layer_prefix))
@@ -208,6 +216,9 @@ def find_mtp_layout(architecture: str, names: Collection[str], num_layers: int) 
 
 
 def _name_pattern(templates: Collection[str]) -> re.Pattern[str]:
-    """Return the pattern of names that begin as a template; its groups are the numbers in them."""
+    """Return the pattern of names that begin as one of some templates with {i} or {l}.
+
+    Its groups are the numbers in those places.
+    """
     escaped = (re.escape(template) for template in templates)
     return re.compile("|".join(re.sub(r"\\\{[il]\\\}", r"([0-9]{1,9})", stem) for stem in escaped))

@@ -16,7 +16,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.json_file import Fields
 from spd.formats.model_config import model_config_of
 from spd.formats.mtp import MtpSource, read_head_folder
-from spd.formats.mtp_layout import FAMILIES, find_mtp_layout, is_mtp_tensor
+from spd.formats.mtp_layout import MTP_FAMILIES, find_mtp_layout, is_mtp_tensor
 from spd.runtime.models.mtp_weights import check_mtp_source, module_layer
 from tests.formats.formats_helpers import QWEN3, raises_spd_error, write_json
 from tests.helpers import read_model_config
@@ -25,7 +25,7 @@ HIDDEN = 8
 VOCAB = 32
 LAYERS = 2
 TARGET = {**QWEN3, "hidden_size": HIDDEN, "vocab_size": VOCAB, "eos_token_id": 2}
-LAYER = module_layer(model_config_of(Fields("config.json", TARGET)), FAMILIES[0]).tensors()
+LAYER = module_layer(model_config_of(Fields("config.json", TARGET)), MTP_FAMILIES[0]).tensors()
 DEEPSEEK = {
     "enorm.weight": (HIDDEN,),
     "hnorm.weight": (HIDDEN,),
@@ -76,7 +76,7 @@ def test_a_head_is_found_by_its_names_whatever_the_configuration_says() -> None:
         other = find_mtp_layout(architecture, set(deepseek_shapes(modules=3)), LAYERS)
         assert other is not None and (other.family.name, other.modules) == (name, 3)
         assert other.family.feeds_back_normed is normed
-    for family in FAMILIES:
+    for family in MTP_FAMILIES:
         architecture = family.architectures[0] if family.architectures else "X"
         layer = LAYERS if family.continues_layer_numbers else 0
         names = {

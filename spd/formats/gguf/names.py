@@ -183,4 +183,4 @@ QWEN_MTP = MtpNames(
         "nextn.shared_head_norm": "mtp.norm",
     },
 )
-"""Names by families of heads; `mtp.FAMILIES` has the same families."""
+"""Names by families of heads; `mtp_layout.MTP_FAMILIES` has the same families."""

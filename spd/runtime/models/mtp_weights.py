@@ -10,7 +10,7 @@ from spd.errors import CheckpointError
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.json_file import abbreviate
 from spd.formats.model_config import ModelConfig
-from spd.formats.mtp import HOW_TO_ATTACH, MtpSource
+from spd.formats.mtp import HEAD_FIXES, MtpSource
 from spd.formats.mtp_layout import MtpFamily
 from spd.formats.quantized import UNUSED_SUFFIXES
 from spd.kernels.linear.activation import SILU
@@ -129,7 +129,7 @@ def check_mtp_source(source: MtpSource, checkpoint: Checkpoint) -> dict[str, Sha
         expected,
         dtypes=dtypes,
         description="tensors of the MTP head",
-        fix=HOW_TO_ATTACH,
+        fix=HEAD_FIXES,
     )
     head_names = (name for name in unexpected if layout.contains(name))
     foreign = [

@@ -17,7 +17,7 @@ from spd.formats.eagle3 import EMBEDDING
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.sidecars import find_sidecar
 from spd.formats.hub import find_assistant, model_name_of_snapshot
-from spd.formats.model_config import HEADS, ModelConfig, refuse_head
+from spd.formats.model_config import HEAD_DESCRIPTIONS, ModelConfig, refuse_head
 from spd.formats.mtp import (
     MtpSource,
     declared_module_count,
@@ -95,8 +95,8 @@ def choose_drafter(config: EngineConfig, target: ModelFolder) -> Drafter:
         demo_draft = demo_eagle3_folder() if method == "eagle3" else demo_draft_folder()
         if demo_draft.exists() and (method != "eagle3" or target.path == demo_draft.parent):
             return _drafter_from_folder(config, target, ModelFolder(demo_draft))
-    if method in HEADS:
-        kind = HEADS[method]
+    if method in HEAD_DESCRIPTIONS:
+        kind = HEAD_DESCRIPTIONS[method]
         raise UsageError(f"--spec {method} needs {kind}", fix=[f"--draft-model FOLDER of {kind}"])
     if method == "draft":
         raise UsageError(
@@ -128,7 +128,7 @@ def _drafter_from_folder(config: EngineConfig, target: ModelFolder, draft: Model
         kind = "mtp"  # MTP layers may stand behind those of the file's own model
     if kind == "mtp" and config.method in ("auto", "mtp"):
         return _drafter_with_mtp(config, target, draft)
-    if config.method in HEADS or kind is not None:
+    if config.method in HEAD_DESCRIPTIONS or kind is not None:
         return _drafter_with_head(config, target, draft)
     if config.load != "dummy":
         draft.checkpoint.close()  # refuses a folder without a model before tokenizers are compared
@@ -213,8 +213,8 @@ def _drafter_with_head(config: EngineConfig, target: ModelFolder, draft: ModelFo
     """
     kind = _drafting_method_of(draft)
     if kind is None or config.method not in ("auto", kind):
-        requested_kind = HEADS.get(config.method, "a model")
-        actual_kind = HEADS.get(kind or "", "a model")
+        requested_kind = HEAD_DESCRIPTIONS.get(config.method, "a model")
+        actual_kind = HEAD_DESCRIPTIONS.get(kind or "", "a model")
         fix = [
             f"--spec {kind or 'draft'} --draft-model {draft}",
             f"--draft-model FOLDER of {requested_kind}",
