@@ -1,4 +1,4 @@
-"""`spd verify URL`: whether the speculation of a server changes its text."""
+"""`spd verify URL`: check whether the speculation of a server changes its text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         TextDifference,
     )
 
-SCHEMA = "spd.verify-server/1"
+VERIFY_SERVER_SCHEMA = "spd.verify-server/1"
+"""The `schema` of a certificate."""
 SERVER_OPTIONS = frozenset(
     {
         "against",
@@ -50,30 +51,35 @@ SERVER_OPTIONS = frozenset(
         "verbose",
     }
 )
-"""Options that a server leaves to `spd verify`."""
-COMPANY = 4
+"""Names of the options of `spd verify` that may go with a server."""
+DEFAULT_CONCURRENCY = 4
 """Requests at a time unless --concurrency is set."""
-CHANCE = 1 / 32
+CHANCE_SHARE = 1 / 32
 """The share of accepted drafts below which they are about as good as chance."""
-FEW_DRAFTS = 200
+MIN_CHANCE_DRAFTS = 200
 """Drafts from which that is said."""
-MAX_DIFFERENCES = 10
-"""How many differences are described."""
-MAX_NAMES = 10
+MAX_DESCRIBED_DIFFERENCES = 10
+"""Differences that the result describes."""
+MAX_LISTED_MODELS = 10
+"""Names of models in an error."""
 TOGGLE_FIXES = (
     "--toggle speculative.spec=auto/off  (spd serve)",
     "--against http://HOST:PORT  (the same model without drafts: llama-server, vLLM, SGLang)",
 )
+"""Fixes of the error for a check without a way to switch speculation off."""
 
 
 def verify_server(session: Session, options: VerifyOptions) -> None:
-    """Ask a server with speculation on and off. Raises CheckFailedError if texts differ."""
+    """Send a server requests with speculation on and off, and write the result to stdout.
+
+    Raises CheckFailedError if texts differ, after the result is written; Interrupted likewise.
+    """
     from spd.runtime.lab import ServerCheck, describe_differences, make_settings
 
     _check_options(options)
     sink = Sink.stdout()
-    targets = _targets(options)
-    concurrency = options.concurrency if "concurrency" in options.typed else COMPANY
+    targets = _make_targets(options)
+    concurrency = options.concurrency if "concurrency" in options.typed else DEFAULT_CONCURRENCY
     prompts = requested_prompts(options.prompts)
     settings = make_settings(
         prompts,
@@ -83,16 +89,16 @@ def verify_server(session: Session, options: VerifyOptions) -> None:
         min_tokens=options.tokens,
     )
     check = ServerCheck(targets, settings, options.max_tokens)
-    report = Report(options, targets, check)
+    report = ServerReport(options, targets, check)
     try:
         with Ticker(session.console) as ticker:
             check.run(
                 lambda name, ended, total: ticker.write(f"{name}: {ended} of {total} replies")
             )
-            report.differences += describe_differences(check, MAX_DIFFERENCES, asks=True)
+            report.differences += describe_differences(check, MAX_DESCRIBED_DIFFERENCES, asks=True)
     except Interrupted:
-        report.interrupted = True
-        report.differences = [*describe_differences(check, MAX_DIFFERENCES, asks=False)]
+        report.is_interrupted = True
+        report.differences = [*describe_differences(check, MAX_DESCRIBED_DIFFERENCES, asks=False)]
         sink.write_result(options.json, report.certificate(), fact_lines(report.facts()))
         raise
     sink.write_result(options.json, report.certificate(), fact_lines(report.facts()))
@@ -100,7 +106,10 @@ def verify_server(session: Session, options: VerifyOptions) -> None:
 
 
 def _check_options(options: VerifyOptions) -> None:
-    """Raise UsageError for options of a model that runs here, and without a way to switch."""
+    """Raise UsageError for options of a model that runs here.
+
+    Raises it too unless one of --toggle and --against is given.
+    """
     for name in sorted(options.typed - SERVER_OPTIONS):
         reason = [f"{options.model} is a server: it has been started with its own"]
         raise UsageError(
@@ -112,8 +121,11 @@ def _check_options(options: VerifyOptions) -> None:
         raise UsageError(message, reason=reason, fix=TOGGLE_FIXES)
 
 
-def _targets(options: VerifyOptions) -> dict[Mode, Target]:
-    """Return the server, the model's name and the fields of requests, by mode. Raises SpdError."""
+def _make_targets(options: VerifyOptions) -> dict[Mode, Target]:
+    """Return the server and the fields of its requests, `model` among them, by mode.
+
+    Asks servers for the name of their model unless --model has it. Raises SpdError.
+    """
     from spd.runtime.lab import ApiServer, Target
 
     on = ApiServer(options.model, options.api_key)
@@ -135,10 +147,10 @@ def _targets(options: VerifyOptions) -> dict[Mode, Target]:
 
 
 def _only_model(server: ApiServer) -> str:
-    """Return the name of the one model that is served. Raises UsageError if there are others."""
+    """Ask a server for its models and return the name of the one. Raises UsageError for others."""
     names: list[str] = server.models()
     if len(names) != 1:
-        reason = [f"it serves: {', '.join(names[:MAX_NAMES]) or 'none'}"]
+        reason = [f"it serves: {', '.join(names[:MAX_LISTED_MODELS]) or 'none'}"]
         message = f"{server.url} serves {len(names)} models"
         raise UsageError(message, reason=reason, fix=["--model NAME"])
     return names[0]
@@ -161,11 +173,12 @@ def parse_toggle(text: str) -> tuple[dict[str, object], dict[str, object]]:
             """--toggle 'speculative={"draft_max":4}/{"draft_max":0}'""",
         ]
         raise UsageError(f"--toggle {text} is not FIELD=ON/OFF", fix=fix)
-    on, off = (_nest(names, _json_value(value)) for value in splits[0])
+    on, off = (_nest_value(names, _json_value(value)) for value in splits[0])
     return on, off
 
 
-def _nest(names: list[str], value: object) -> dict[str, object]:
+def _nest_value(names: list[str], value: object) -> dict[str, object]:
+    """Return a value inside an object for each name, the first one outermost."""
     for name in reversed(names):
         value = {name: value}
     assert isinstance(value, dict)
@@ -173,6 +186,7 @@ def _nest(names: list[str], value: object) -> dict[str, object]:
 
 
 def _is_json(text: str) -> bool:
+    """True if a text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -186,23 +200,25 @@ def _json_value(text: str) -> object:
 
 
 @dataclass
-class Report:
-    """What a check has shown, for --json and for people."""
+class ServerReport:
+    """The result of a check, for --json and for people."""
 
     options: VerifyOptions
     targets: Mapping[Mode, Target]
     check: ServerCheck
     differences: list[TextDifference] = field(default_factory=list)
-    interrupted: bool = False
+    is_interrupted: bool = False
 
     @property
-    def _against(self) -> str:
+    def _comparison(self) -> str:
+        """Return what speculation is compared with: the toggle, or the other server's address."""
         return self.options.toggle or self.targets["off"].server.url
 
     @property
-    def _passed(self) -> bool:
+    def _has_passed(self) -> bool:
+        """True if all texts were equal in every setting, and the check ran to its end."""
         verdicts = {setting.verdict() for setting in self.check.settings}
-        return verdicts == {"equal"} and not self.interrupted
+        return verdicts == {"equal"} and not self.is_interrupted
 
     def certificate(self) -> dict[str, object]:
         """Return the object whose schema is `spd/runtime/lab/schemas/verify-server.json`."""
@@ -210,11 +226,11 @@ class Report:
         drafts = check.drafts["on"]
         questions = [question for setting in check.settings for question in setting.questions]
         return {
-            "schema": SCHEMA,
+            "schema": VERIFY_SERVER_SCHEMA,
             "spd": __version__,
             "server": self.targets["on"].server.url,
             "model": self.targets["on"].fields["model"],
-            "against": self._against,
+            "against": self._comparison,
             "max_tokens": self.options.max_tokens,
             "prompts": {question.prompt.name: question.prompt.digest for question in questions},
             "settings": [_setting_result(setting) for setting in check.settings],
@@ -224,12 +240,12 @@ class Report:
             "chance_missed": check.chance_missed,
             "false_alarm": check.false_alarm,
             "differences": self.differences,
-            "interrupted": self.interrupted,
-            "passed": self._passed,
+            "interrupted": self.is_interrupted,
+            "passed": self._has_passed,
         }
 
     def facts(self) -> dict[str, object]:
-        """Return the facts that are printed."""
+        """Return the facts that are printed for people, by their labels."""
         check = self.check
         drafts = check.drafts["on"]
         missed = f"{check.chance_missed:.2g} that one changed token in {LIE_PERIOD} stays unseen"
@@ -237,7 +253,7 @@ class Report:
         facts: dict[str, object] = {
             "server": self.targets["on"].server.url,
             "model": self.targets["on"].fields["model"],
-            "against": self._against,
+            "against": self._comparison,
         }
         for setting in check.settings:
             facts[setting.name] = _setting_facts(setting)
@@ -246,17 +262,20 @@ class Report:
             "drafts": dict(drafts) if drafts["drafted"] else "the server reports none",
             "tokens": check.tokens,
             "chances": [missed, alarm],
-            "note": self._note(),
-            "interrupted": self.interrupted or None,
-            "passed": self._passed,
+            "note": self._weakness_note(),
+            "interrupted": self.is_interrupted or None,
+            "passed": self._has_passed,
         }
 
-    def _note(self) -> str | None:
-        """Return what makes the result say little."""
+    def _weakness_note(self) -> str | None:
+        """Return the reason why the result says little; None where there is none."""
         drafts = self.check.drafts["on"]
         if drafts["drafted"] and not drafts["accepted"]:
             return "no draft was accepted, so this tested little"
-        if drafts["drafted"] >= FEW_DRAFTS and drafts["accepted"] < CHANCE * drafts["drafted"]:
+        if (
+            drafts["drafted"] >= MIN_CHANCE_DRAFTS
+            and drafts["accepted"] < CHANCE_SHARE * drafts["drafted"]
+        ):
             return "few drafts were accepted, as by chance: is the drafter another model's?"
         if not self.check.tokens:
             return "the server counts no tokens"
@@ -264,7 +283,7 @@ class Report:
 
 
 def _setting_result(setting: Setting) -> dict[str, object]:
-    """Return the counts of a setting and what they show, for the certificate."""
+    """Return the counts of a setting and its verdict, for the certificate."""
     fresh = None
     if setting.fresh:
         fresh = {"texts": len(setting.fresh), **_pair_counts(setting.fresh)}
@@ -281,7 +300,7 @@ def _setting_result(setting: Setting) -> dict[str, object]:
 
 
 def _setting_facts(setting: Setting) -> dict[str, str]:
-    """Return the counts of a setting for people."""
+    """Return the counts of a setting for people, by their labels."""
     facts = {"texts changed": f"{len(setting.changed())} of {len(setting.replies)}"}
     facts |= _pair_texts(setting.replies)
     if setting.fresh:
@@ -293,16 +312,18 @@ def _setting_facts(setting: Setting) -> dict[str, str]:
 
 
 def _pair_counts(replies: Mapping[Question, Replies]) -> dict[str, object]:
+    """Return the counts of compared and differing replies of each pair of modes, as JSON."""
     return {f"{a}_{b}": asdict(count_pairs(replies, (a, b))) for a, b in PAIRS}
 
 
 def _pair_texts(replies: Mapping[Question, Replies]) -> dict[str, str]:
+    """Return the counts of differing and compared replies of each pair of modes, for people."""
     counts = {f"{a}/{b}": count_pairs(replies, (a, b)) for a, b in PAIRS}
     return {name: f"{count.differing} of {count.pairs}" for name, count in counts.items()}
 
 
 def _raise_verdict(settings: Sequence[Setting]) -> None:
-    """Raise CheckFailedError if texts differ: about speculation, or about the server."""
+    """Raise CheckFailedError if texts differ by speculation, or because the server repeats none."""
     blamed = [setting for setting in settings if setting.verdict() == "speculation"]
     unrepeatable = [setting for setting in settings if setting.verdict() == "unrepeatable"]
     if blamed:
