@@ -30,10 +30,12 @@ from spd.cli.signals import Interrupted
 
 MAX_INLINE_PASTE_LINES = 20
 """A paste of more lines is shown as a placeholder."""
-MENU_ROWS = 17
+MAX_MENU_ROWS = 17
 """Rows of the message and of the completions below it, of which the library shows 16 at most."""
 MIN_MENU_ROWS = 4
+"""Those rows on a terminal that has few."""
 QUIT_SECONDS = 2.0
+"""A second Ctrl-C quits within this time of the first."""
 ESCAPE_SECONDS = 0.05
 """An Esc is a key of its own if nothing follows for so long: key sequences arrive at once."""
 TYPED_ENTER = Keys.F24
@@ -44,10 +46,11 @@ CompletionSource = Callable[[], Iterable[str]]
 
 
 class Editor:
-    """A line editor on a terminal, with a toolbar that shows `status`.
+    """A line editor on a terminal, with a toolbar that shows the text that `status` returns.
 
     The toolbar is redrawn until `loaded` returns True; an exception of `loaded` ends `read`.
     `commands` and their arguments are completed: by their source, or as paths if it is None.
+    `warn` is called with a message if the history cannot be kept.
     """
 
     def __init__(
@@ -85,7 +88,9 @@ class Editor:
         )
 
     def read(self, draft: str = "") -> str | None:
-        """Return the next message, or None at the end. Raises Interrupted after a second Ctrl-C.
+        """Edit and return the next message, None at the end of input.
+
+        Raises Interrupted after a second Ctrl-C, and what `loaded` raises.
 
         Lines that were typed while spd was busy come first, one by one. A refused `draft` waits
         until they are read; lines that are no commands are appended to it, as it is older.
@@ -94,20 +99,23 @@ class Editor:
         draft = "\n".join(filter(None, (self._refused_draft, draft)))
         self._refused_draft = ""
         while draft and self._queued_lines:
-            text = self._prompt("")
+            text = self._edit_message("")
             if text is None or is_command(text):
                 self._refused_draft = draft
                 return text
             draft = "\n".join(filter(None, (draft, text)))
-        return self._prompt(draft)
+        return self._edit_message(draft)
 
-    def _prompt(self, draft: str) -> str | None:
-        """Return the message edited from a draft, or None at the end."""
+    def _edit_message(self, draft: str) -> str | None:
+        """Show the prompt with a draft and return the message made of it, pastes in full.
+
+        None at the end of input. Raises Interrupted, and what `loaded` raises.
+        """
         # A refused message shows its placeholders again.
         for placeholder, pasted_text in self._pastes.items():
             draft = draft.replace(pasted_text, placeholder)
         rows = self._session.output.get_size().rows
-        self._session.reserve_space_for_menu = max(MIN_MENU_ROWS, min(MENU_ROWS, rows - 4))
+        self._session.reserve_space_for_menu = max(MIN_MENU_ROWS, min(MAX_MENU_ROWS, rows - 4))
         try:
             text = self._session.prompt(default=draft, pre_run=self._redraw_while_loading)
         except EOFError:
@@ -123,11 +131,11 @@ class Editor:
         return text
 
     def _queue_cooked_lines(self) -> None:
-        """Queue lines that were typed while the terminal was in cooked mode."""
+        """Read lines that were typed while the terminal was in cooked mode, and queue them."""
         source = self._session.input
         presses = list[KeyPress]()
         with suppress(OSError, ValueError, termios.error):
-            while self._is_cooked() and _readable_bytes(source.fileno()):
+            while self._is_cooked() and _count_readable_bytes(source.fileno()):
                 presses += source.read_keys()
         for number, press in enumerate(presses):
             if press.key == Keys.ControlJ:  # a cooked terminal sends Enter as a newline
@@ -149,9 +157,9 @@ class Editor:
 
     @contextmanager
     def capture_typing(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Capture keys typed inside without echo, and queue them for the next messages.
+        """Capture keys typed during the block without echo; queue them for the next messages.
 
-        Esc calls `stop`.
+        Esc calls `stop`, in the thread that reads the keys.
         """
         self._queue_cooked_lines()
         source = self._session.input
@@ -160,6 +168,7 @@ class Editor:
         captured_presses = list[KeyPress]()
 
         def watch() -> None:
+            """Read keys until the block ends."""
             with suppress(OSError, ValueError):  # a closed terminal sends nothing
                 while not done.is_set() and not source.closed:
                     has_input = select.select([source.fileno()], [], [], ESCAPE_SECONDS)[0]
@@ -189,10 +198,14 @@ class Editor:
                     output.flush()
 
     def _redraw_while_loading(self) -> None:
-        """Redraw the toolbar until the model is loaded; end the prompt with what loading raises."""
+        """Start a task that redraws the toolbar until the model is loaded.
+
+        It ends the prompt with what `loaded` raises.
+        """
         app = self._session.app
 
         async def watch() -> None:
+            """Redraw the toolbar until the model is loaded."""
             try:
                 while not self._is_loaded():
                     await asyncio.sleep(0.1)
@@ -209,7 +222,7 @@ class Editor:
         return " Ctrl-C again, Ctrl-D or /exit quits" if shows_quit_hint else self._status()
 
     def _make_key_bindings(self) -> KeyBindings:
-        """Return the keys that submit, begin a line, open an editor, paste and interrupt."""
+        """Return bindings of keys that submit, begin a line, open an editor, paste, interrupt."""
         keys = KeyBindings()
 
         @keys.add("enter")
@@ -220,15 +233,15 @@ class Editor:
                 len(press.key) == 1 or press.key == Keys.ControlM for press in queue
             )
             # More keys in the queue are a paste that the terminal did not mark.
-            if has_more_keys and not _asks_for_line(buffer):
+            if has_more_keys and not _is_continued(buffer):
                 buffer.insert_text("\n")
             else:
-                _submit(buffer)
+                _submit_or_continue(buffer)
 
         @keys.add(TYPED_ENTER)
         def _(event: KeyPressEvent) -> None:
             self._queued_lines -= 1
-            _submit(event.current_buffer)
+            _submit_or_continue(event.current_buffer)
 
         @keys.add("escape", "enter")
         @keys.add("c-j")
@@ -242,7 +255,7 @@ class Editor:
 
         @keys.add(Keys.BracketedPaste)
         def _(event: KeyPressEvent) -> None:
-            event.current_buffer.insert_text(self._paste_text(event.data))
+            event.current_buffer.insert_text(self._shown_paste(event.data))
 
         @keys.add("c-c")
         @keys.add("<sigint>")
@@ -257,8 +270,11 @@ class Editor:
 
         return keys
 
-    def _paste_text(self, pasted: str) -> str:
-        """Return the text of a paste, or a placeholder if it is long."""
+    def _shown_paste(self, pasted: str) -> str:
+        """Return a paste as the message shows it: its text, or a placeholder if it has many lines.
+
+        The text behind a placeholder is kept, for `expand`.
+        """
         text = pasted.replace("\r\n", "\n").replace("\r", "\n")
         lines = len(text.splitlines())
         if lines <= MAX_INLINE_PASTE_LINES:
@@ -268,22 +284,22 @@ class Editor:
         return placeholder
 
 
-def _submit(buffer: Buffer) -> None:
-    """Submit the message, or begin another line after a backslash."""
-    if _asks_for_line(buffer):
+def _submit_or_continue(buffer: Buffer) -> None:
+    """Submit the message, or replace a backslash at its end by a line end."""
+    if _is_continued(buffer):
         buffer.delete_before_cursor(1)
         buffer.insert_text("\n")
     else:
         buffer.validate_and_handle()
 
 
-def _asks_for_line(buffer: Buffer) -> bool:
+def _is_continued(buffer: Buffer) -> bool:
     """True if a message ends with a backslash at the cursor, which continues it on another line."""
     return buffer.text.endswith("\\") and buffer.document.is_cursor_at_the_end
 
 
-def _readable_bytes(descriptor: int) -> int:
-    """Return how many bytes can be read from a terminal."""
+def _count_readable_bytes(descriptor: int) -> int:
+    """Return how many bytes can be read from a terminal without waiting."""
     count = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     return int(count[0])
 
@@ -297,6 +313,7 @@ class _ExpandedHistory(FileHistory):
     def __init__(
         self, path: Path, expand: Callable[[str], str], warn: Callable[[str], None]
     ) -> None:
+        """Create the file and its folder where they are missing."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch(mode=0o600)
@@ -307,15 +324,18 @@ class _ExpandedHistory(FileHistory):
         self._expand = expand
 
     def load_history_strings(self) -> Iterable[str]:
+        """Read the messages of the file, the latest first; none where it cannot be read."""
         try:
             return super().load_history_strings()
         except OSError:  # the chat began with a warning about it
             return []
 
     def append_string(self, string: str) -> None:
+        """Add a message with its pastes in full, in memory and to the file."""
         super().append_string(self._expand(string))
 
     def store_string(self, string: str) -> None:
+        """Append a message to the file, unless that fails."""
         with suppress(OSError, UnicodeError):  # a full disk must not lose the message
             super().store_string(string)
 
