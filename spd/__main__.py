@@ -11,12 +11,19 @@ from contextlib import suppress
 UNUSED_BY_ENGINES = "torch._meta_registrations"
 """Operations on tensors without data, for torch's compilers: a quarter of torch's import."""
 NVIDIA_DEVICE = "/dev/nvidiactl"
+"""The file that exists where NVIDIA's driver is loaded."""
 RARELY_USED = ("inspect", "ipaddress", "selectors")
-"""Modules that `dataclasses`, `pathlib`, `socket` import, seldom used: an eighth of a start."""
+"""Modules that `dataclasses`, `pathlib`, `socket` import, seldom used: an eighth of a start.
+
+Both kinds are put off until they are used.
+"""
 
 
 def main() -> int:
-    """Run the command line and end the process with its exit status; return that of --version."""
+    """Run the command line and end the process at once with its exit status.
+
+    Returns a status only for --version alone, which it prints, and after an early interrupt.
+    """
     if sys.argv[1:] in (["-V"], ["--version"]) and sys.stdout is not None:
         from spd.version import __version__
 

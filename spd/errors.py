@@ -12,7 +12,9 @@ class SpdError(Exception):
     """An error for people: a message of one line, indented reasons, and fixes to paste."""
 
     exit_code = 1
+    """The exit status of the command line."""
     default_code = "internal"
+    """The code of errors of the class that are given none."""
 
     def __init__(
         self,
@@ -22,6 +24,7 @@ class SpdError(Exception):
         fix: Sequence[str] = (),
         code: str | None = None,
     ) -> None:
+        """Set the parts. fix: commands or arguments that help. code: for programs, one word."""
         super().__init__(message)
         self.message = message
         self.reason = tuple(reason)

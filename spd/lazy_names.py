@@ -11,12 +11,13 @@ from typing import Any
 
 
 def make_lazy_getattr(package: str, modules: Mapping[str, Collection[str]]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports the module of a name.
+    """Return a package's `__getattr__`, which imports the module of a name and returns its value.
 
-    modules: the names of each module below the package.
+    modules: the names that each module below the package has.
     """
 
     def import_name(name: str) -> Any:
+        """Return the value of a name. Raises AttributeError if no module has it."""
         for module, names in modules.items():
             if name in names:
                 with warnings.catch_warnings():
@@ -33,11 +34,14 @@ class DeferredModule(ModuleType):
 
     @classmethod
     def install(cls, name: str) -> None:
-        """Put a deferred module into the place of one that has not been imported."""
+        """Put a deferred module into `sys.modules`, unless the module of the name is in it."""
         sys.modules.setdefault(name, cls(name))
 
     def __getattr__(self, name: str) -> Any:
-        """Return a name of the module. Raises AttributeError if the module lacks it."""
+        """Import the module and return the value of its name.
+
+        Raises AttributeError if the module lacks it, and for names that begin with two underscores.
+        """
         if name.startswith("__"):  # asked by the import system and by `inspect`
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
