@@ -16,7 +16,7 @@ INPUT_LIMIT = 64 * 2**20
 """Bytes of a prompt or another input."""
 LINES_LIMIT = 2**30
 """Bytes of a file of many lines."""
-FILE_LIMIT = 64_000_000
+MAX_FILE_BYTES = 64_000_000
 """Bytes of a file next to a model's weights.
 
 The largest published tokenizers have about 35 million.

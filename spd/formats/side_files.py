@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spd.errors import CheckpointError
 from spd.formats.chat_template import TEMPLATES_FOLDER
-from spd.formats.files import FILE_LIMIT
+from spd.formats.files import MAX_FILE_BYTES
 from spd.formats.hub import model_name_of_snapshot
 from spd.formats.json_file import convert_os_errors, list_folder, open_regular_file
 
@@ -65,8 +65,8 @@ def copy_side_files(files: Sequence[SideFile], destination: Path) -> None:
             raise CheckpointError(f"{file.source}: changed while in use")
         with open_regular_file(file.source) as source, open(target, "xb") as copy:
             with convert_os_errors(file.source):
-                data = source.read(FILE_LIMIT + 1)
-            if len(data) > FILE_LIMIT:
+                data = source.read(MAX_FILE_BYTES + 1)
+            if len(data) > MAX_FILE_BYTES:
                 raise CheckpointError(f"{file.source}: changed while in use")
             copy.write(data)
 
@@ -100,7 +100,7 @@ def _resolve_copyable(path: Path, root: Path, remaining: int) -> Path:
         raise CheckpointError(f"{path}: is a link that leads out of the folder")
     with open_regular_file(target) as file:
         size = os.fstat(file.fileno()).st_size
-    if size > min(FILE_LIMIT, remaining):
-        limit = f"{FILE_LIMIT:,} bytes, or all of them over {MAX_TOTAL_BYTES:,}"
+    if size > min(MAX_FILE_BYTES, remaining):
+        limit = f"{MAX_FILE_BYTES:,} bytes, or all of them over {MAX_TOTAL_BYTES:,}"
         raise CheckpointError(f"{path}: is larger than {limit}")
     return target

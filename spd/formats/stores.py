@@ -26,7 +26,7 @@ LM_STUDIO = "LM Studio"
 OLLAMA = "Ollama"
 MANIFEST_LIMIT = 1_000_000  # bytes; Ollama's have some thousand
 MAX_ENTRIES = 20_000  # names of one store that are read
-MAX_NAME = 300  # characters
+MAX_NAME_CHARACTERS = 300
 _REGISTRY = "registry.ollama.ai"
 _MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
 _ADAPTER_MEDIA_TYPE = "application/vnd.ollama.image.adapter"
@@ -79,7 +79,9 @@ class Store:
         """Read the store and return its models, sorted by name; none where it cannot be read."""
         models: list[StoredModel] = []
         with suppress(OSError):
-            models = [model for model in self.iterate(self.root) if len(model.name) <= MAX_NAME]
+            models = [
+                model for model in self.iterate(self.root) if len(model.name) <= MAX_NAME_CHARACTERS
+            ]
         return sorted(models, key=lambda model: model.name)
 
 

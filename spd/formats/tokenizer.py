@@ -28,7 +28,7 @@ import tokenizers
 
 from spd.errors import CheckpointError, IncompatibleError, SpdError, UsageError
 from spd.formats.encoder import Encode, Encoder, encode_ids
-from spd.formats.files import FILE_LIMIT
+from spd.formats.files import MAX_FILE_BYTES
 from spd.formats.json_file import display_text, one_line, parse_json, read_text
 from spd.formats.names import TOKENIZER_FILE
 from spd.formats.thinking import find_mark_tokens
@@ -127,7 +127,7 @@ class Tokenizer:
         """
         config = config or read_tokenizer_config(folder)
         path = folder / TOKENIZER_FILE
-        text = read_text(path, FILE_LIMIT)
+        text = read_text(path, MAX_FILE_BYTES)
         declared = sum(len(token.content) for token in config.added_tokens.values())
         highest = check_tokenizer_content(str(path), parse_json(text, str(path)), declared)
         with convert_library_errors(str(path)):
@@ -144,7 +144,7 @@ class Tokenizer:
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             return False
-        if hashlib.sha256(read_text(path, FILE_LIMIT).encode()).digest() != self.digest:
+        if hashlib.sha256(read_text(path, MAX_FILE_BYTES).encode()).digest() != self.digest:
             return False
         return _added_token_texts(read_tokenizer_config(folder)) == self._declared
 

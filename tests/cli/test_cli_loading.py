@@ -42,8 +42,8 @@ from tests.cli.conftest import assert_refused, make_failing, wait_until
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> TerminalStream:
     """Return standard error as a terminal of eighty columns that shows a bar at once."""
-    monkeypatch.setattr(progress_module, "DELAY", 0.0)
-    monkeypatch.setattr(progress_module, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress_module, "BAR_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(progress_module, "WRITE_INTERVAL_SECONDS", 0.0)
     return TerminalStream()
 
 
@@ -80,7 +80,7 @@ AMOUNT_AND_RATE = " · 1,024 tok of 4,096 tok · 102 tok/s"
 
 
 def test_the_time_left_is_seen_at_every_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "DELAY", 0.0)
+    monkeypatch.setattr(progress_module, "BAR_DELAY_SECONDS", 0.0)
     for columns, bar, facts in (
         (40, "...", ""),
         (80, "......", AMOUNT_AND_RATE),
@@ -111,7 +111,9 @@ def test_nothing_is_shown_to_the_quiet_and_a_lost_terminal_stops_nothing(
 
 def test_a_long_prompt_is_seen_while_it_is_read(terminal, spd_run, tiny, monkeypatch) -> None:
     counts = list[Any]()
-    monkeypatch.setattr(Ticker, "count", lambda self, *arguments, **_: counts.append(arguments[:3]))
+    monkeypatch.setattr(
+        Ticker, "show_progress", lambda self, *arguments, **_: counts.append(arguments[:3])
+    )
     argv = ["-m", tiny("qwen3", layers=1), "-n", 1, "--threads", 1, "--raw"]
     assert spd_run("generate", argv, stdin=b"word " * 90).code == 0
     read = [(done, total) for task, done, total in counts if task == "reading the prompt"]
