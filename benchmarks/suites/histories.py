@@ -17,7 +17,7 @@ from benchmarks.suites.folders import write_model
 from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.served import Server, serving
 from benchmarks.suites.templates import template_files
-from spd.conversation.tools.call_forms import MARKS
+from spd.conversation.tools.call_forms import CALL_MARKS
 from tests.every_template import render_with_jinja
 
 HISTORIES = 200
@@ -291,7 +291,7 @@ def run(llama: Path) -> Report:
     sources = {path.stem: path.read_text(encoding="utf-8") for path in template_files(llama)}
     for name in TEMPLATES:
         with tempfile.TemporaryDirectory() as place:
-            folder = write_model(Path(place) / "model", sources[name], sorted(MARKS))
+            folder = write_model(Path(place) / "model", sources[name], sorted(CALL_MARKS))
             options = ("--concurrency", str(CLIENTS), "--ctx", "32768")
             with serving(folder, Path(place), options) as server:
                 part = _asked(server, name, sources[name])

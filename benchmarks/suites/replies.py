@@ -21,7 +21,7 @@ from benchmarks.suites.reply_schemas import CASES, Case
 from benchmarks.suites.report import WRONG, Report
 from benchmarks.suites.templates import template_files
 from spd.conversation.tools.call_check import checked_form
-from spd.conversation.tools.call_forms import FALLBACK_FORM, FORMS, MARKS, Form, call_form
+from spd.conversation.tools.call_forms import CALL_MARKS, FALLBACK_FORM, FORMS, Form, call_form
 from spd.conversation.tools.call_grammar import Tools
 from spd.errors import SpdError
 from spd.formats.chat_template import ChatTemplate
@@ -174,12 +174,12 @@ class Checker:
     """Reads replies and checks them with grammars, with the marks of all forms as tokens."""
 
     def __init__(self, folder: Path) -> None:
-        write_tokenizer(folder, sorted(MARKS))
+        write_tokenizer(folder, sorted(CALL_MARKS))
         self._tokenizer = Tokenizer.open(folder)
         self._compiler = GrammarCompiler(self._tokenizer, VOCABULARY)
         self._tokens = {
             mark: number
-            for mark in MARKS
+            for mark in CALL_MARKS
             if (number := self._tokenizer.token_to_id(mark)) is not None
         }
 

@@ -142,6 +142,7 @@ def bar_labels(rows: Sequence[Row]) -> Callable[[Row], str]:
     ]
 
     def label(row: Row) -> str:
+        """Return a row's method, with the keys in which rows differ."""
         parts = [
             cell(row) if name == "model" else f"{name} {cell(row)}"
             for name, cell in varying_columns
@@ -278,10 +279,12 @@ KEY_COLUMNS: Columns = (
 """The columns that identify a row."""
 ALWAYS_SHOWN_COLUMNS = ("category", "T", "method")
 """Key columns that are shown even if all rows agree in them."""
-NUM_SPEED_COLUMNS = 4  # the first columns of `FIGURE_COLUMNS`
+NUM_SPEED_COLUMNS = 4
+"""The first columns of `FIGURE_COLUMNS`: those of speeds."""
 TABLE_LEGEND = (
     "±: 95 % interval for a second run's median · len: tokens a round · TTFT, TPOT, ITL: ms"
 )
+"""A line below the table that explains its columns."""
 
 
 def row_table(
@@ -311,6 +314,7 @@ def _interval_cell(name: str) -> Callable[[Row], str]:
     """
 
     def format_cell(row: Row) -> str:
+        """Return half an interval of a row in per cent."""
         share = (row[name] or {}).get("half_width")
         return "" if share is None else ">99%" if share >= 0.995 else f"{share:.1%}"
 
@@ -344,6 +348,7 @@ FIGURE_COLUMNS: Columns = (
     ("TTFT", _median_cell("ttft_ms")),
     ("TPOT", _median_cell("tpot_ms")),
 )
+"""Figures where one model is measured: titles, and the functions that return a row's cell."""
 
 
 def _position_acceptance_cell(row: Row) -> str:

@@ -31,9 +31,12 @@ from spd.errors import UsageError
 from spd.runtime.plan.config import ARBITRATED_SPECS, METHODS
 
 MODEL_PANEL = "Model and drafts"
+"""The panel of the help with options of the model and of its drafter."""
 THINK_METAVAR = "on|off|hide|N"
+"""The values of --think, as the help shows them."""
 DRAFT_MODEL_HELP = "A smaller model, an MTP or EAGLE-3 head, a block drafter or an assistant."
-MAX_PATHS = 200  # in a completion
+MAX_PATHS = 200
+"""Paths that a completion offers."""
 
 
 def model_completions(incomplete: str) -> list[str]:

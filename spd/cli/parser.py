@@ -15,6 +15,7 @@ OUTPUT_PANEL = "Output"
 ADVANCED_PANEL = "Advanced"
 """Panels of the help in order; OUTPUT_PANEL is that of options without a panel."""
 ARGUMENTS_PANEL = "Arguments"
+"""The panel of the help with arguments."""
 
 FOREIGN_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -70,6 +71,7 @@ COMMAND_FIXES: Mapping[str, str] = MappingProxyType(
 BEAM_OPTIONS = frozenset(
     {"--num-beams", "--beam", "--beams", "--beam-size", "--beam-width", "--beam-search"}
 )
+"""Options of other tools for beam search, which spd does not do."""
 
 
 MIN_SIMILARITY = 0.75

@@ -20,7 +20,8 @@ from spd.runtime.ranks.rendezvous import END_KEY, RankSpec, connect_torchrun_sto
 
 ENGINE_COMMANDS = ("generate", "chat", "serve", "bench", "verify")
 """Commands that run engines."""
-LOST_MESSAGE = f"error: rank 0: {NO_ANSWER_TEXT}\n"
+LOST_LEADER_MESSAGE = f"error: rank 0: {NO_ANSWER_TEXT}\n"
+"""The error on standard error where rank 0 no longer answers the others."""
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def _exit_rank(spec: RankSpec, status: int) -> None:
         with suppress(OSError):
             os.kill(spec["leader"], signal.SIGKILL)
             if spec["rank"] == 1:
-                os.write(spec["stderr"], LOST_MESSAGE.encode())
+                os.write(spec["stderr"], LOST_LEADER_MESSAGE.encode())
     os._exit(status)
 
 
@@ -72,7 +73,7 @@ def run_rank(rank: int, argv: list[str], local_rank: str) -> int:
     try:
         while not store.check([END_KEY]):
             if any(process.poll() == EXIT_LEADER_LOST for process in processes):
-                write_stderr(LOST_MESSAGE)
+                write_stderr(LOST_LEADER_MESSAGE)
                 return EngineError.exit_code
             crew_spec = next_engine(store, crew_number)
             if crew_spec is not None:

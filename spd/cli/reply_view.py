@@ -174,6 +174,7 @@ class GenerateRun:
     reply: RequestOutput = field(default_factory=RequestOutput)
 
     def __post_init__(self) -> None:
+        """Make the view, and make the engine report the prefill to it."""
         splitter = ThinkingSplitter(self.inside_thinking, self.marks)
         hidden = self.options.think == "hide"
         self._view = ReplyView(self.session.console, self.sink, splitter, hidden=hidden)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from spd.conversation.settings import Settings
     from spd.formats.folder import ModelFolder
 
-ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
+ESCAPED_CHARACTERS = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
+"""Characters by the letter behind a backslash that stands for them."""
 
 
 def parse_logit_bias(text: str) -> tuple[int, float]:
@@ -38,7 +39,7 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
 
 def unescape(text: str) -> str:
     r"""Return text with \n, \t, \r, \0 and \\ replaced as in Python; other backslashes stay."""
-    return re.sub(r"\\([ntr0\\])", lambda match: ESCAPES[match[1]], text)
+    return re.sub(r"\\([ntr0\\])", lambda match: ESCAPED_CHARACTERS[match[1]], text)
 
 
 def requested_sampling(options: ReplyOptions) -> SamplingOptions:

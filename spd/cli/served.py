@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spd.cli.terminal.console import Session
 
 STATUS_SCHEMA = "spd.serve.status/1"
+"""The `schema` of the output of `spd serve --status --json`."""
 
 
 def control_servers(session: Session, model: str | None, *, stop: bool, as_json: bool) -> int:

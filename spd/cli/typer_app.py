@@ -34,6 +34,7 @@ ROOT_HELP = """Run a language model from its folder or GGUF file, faster, withou
 Standard output carries the answer, standard error everything else. `demo` and `demo-hybrid` are built in:
 toys to try things with. --json, -q and -v may stand before the command too.
 """
+"""The text of `spd --help` above the commands."""
 
 ROOT_EXAMPLES = """\b
 Examples:
@@ -41,10 +42,11 @@ Examples:
   spd generate "What does os.path.join do?"
   git diff | spd generate -m Qwen/Qwen3-4B "Write a commit message"
   spd inspect Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B"""
-
+"""The text of `spd --help` below the commands."""
 
 MIN_HELP_COLUMNS = 30
 MAX_HELP_COLUMNS = 118
+"""The least and the largest width of the help, whatever the terminal's."""
 
 
 class Command(TyperCommand):

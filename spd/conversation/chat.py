@@ -185,9 +185,11 @@ class ChatStream(Iterator[ChatDelta]):
         return next(self._deltas)
 
     def __enter__(self) -> ChatStream:
+        """Return the stream itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close the stream."""
         self.close()
 
     def _stream_deltas(self, prepared: PreparedRequest) -> Generator[ChatDelta]:

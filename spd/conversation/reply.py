@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from spd.conversation.thinking import UNANSWERED_NOTE, MarkedText, ThinkingCounter
 from spd.conversation.thinking_splitter import ThinkingSplitter
 from spd.conversation.tools.call_check import UNKNOWN_FORM_NOTE
-from spd.conversation.tools.call_forms import FALLBACK_FORM, MARKS
+from spd.conversation.tools.call_forms import CALL_MARKS, FALLBACK_FORM
 from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_parser import CallParser, Piece
 from spd.formats.thinking import KNOWN_MARKS, ThinkingMarks
@@ -89,7 +89,7 @@ class ReplyBuilder:
         self._thinking_counter = ThinkingCounter(inside_thinking, tokenizer.token_bytes, marks)
         special = tokenizer.special_tokens.items() if tools else ()
         textless_marks = {
-            i: mark for mark, i in special if mark in MARKS and not tokenizer.token_bytes(i)
+            i: mark for mark, i in special if mark in CALL_MARKS and not tokenizer.token_bytes(i)
         }
         self._marked_text = MarkedText(textless_marks, tokenizer.token_bytes)
         self.parts: list[Part] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spd.conversation.fields import FLAG, OBJECT, TEXT, one_of, open_object, refuse
 from spd.conversation.messages import read_arguments
 from spd.conversation.tools.call_check import checked_form
-from spd.conversation.tools.call_forms import MARKS
+from spd.conversation.tools.call_forms import CALL_MARKS
 from spd.conversation.tools.call_grammar import Tools
 from spd.runtime.engine.request import GrammarSpec
 
@@ -91,7 +91,9 @@ def read_tools(
         fix = "leave them out, or force a call by tool_choice `required` or by name"
         refuse("tools", f"{reason}: {fix}")
     tokens = {
-        mark: token_id for mark in MARKS if (token_id := tokenizer.token_to_id(mark)) is not None
+        mark: token_id
+        for mark in CALL_MARKS
+        if (token_id := tokenizer.token_to_id(mark)) is not None
     }
     return Tools(
         functions,

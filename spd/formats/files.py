@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from spd.errors import NotFoundError, UsageError
 
-INPUT_LIMIT = 64 * 2**20
+MAX_INPUT_BYTES = 64 * 2**20
 """Bytes of a prompt or another input."""
-LINES_LIMIT = 2**30
+MAX_LINES_BYTES = 2**30
 """Bytes of a file of many lines."""
 MAX_FILE_BYTES = 64_000_000
 """Bytes of a file next to a model's weights.
@@ -23,7 +23,7 @@ The largest published tokenizers have about 35 million.
 """
 
 
-def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
+def read_input(name: Path | str, fix: str, limit: int = MAX_INPUT_BYTES) -> bytes:
     """Read all of a file, which may be a FIFO, or of stdin ("-").
 
     fix: that of the errors. Raises NotFoundError, and UsageError where it cannot be read or has
@@ -47,7 +47,7 @@ def read_input(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> bytes:
     return data
 
 
-def read_input_text(name: Path | str, fix: str, limit: int = INPUT_LIMIT) -> str:
+def read_input_text(name: Path | str, fix: str, limit: int = MAX_INPUT_BYTES) -> str:
     """Read all of a file or of stdin ("-") as UTF-8 text, without a byte order mark.
 
     Raises what `read_input` raises, and UsageError for other bytes.

@@ -295,10 +295,10 @@ def read_quantization(fields: Fields) -> Quantization | None:
     method = config.text("quant_method", "None")
     supported = f"({display_text(method)}) are not supported ({SUPPORTED_METHODS} are)"
     advice = "use a copy in one of those, or the original with --quantize int8"
-    is_known = method in _READERS and (method != "fp8" or "weight_block_size" in config)
+    is_known = method in _RULE_READERS and (method != "fp8" or "weight_block_size" in config)
     reason = f"quantized weights {supported}: {advice}"
     fields.require(is_known, "quantization_config", reason)
-    return Quantization(method, tuple(_READERS[method](config)), config.where)
+    return Quantization(method, tuple(_RULE_READERS[method](config)), config.where)
 
 
 def with_quantization(fields: Fields, folder: Path) -> Fields:
@@ -488,7 +488,7 @@ def _read_mxfp4(fields: Fields) -> Iterator[Rule]:
     yield _MXFP4_RULE
 
 
-_READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
+_RULE_READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
     "mxfp4": _read_mxfp4,
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed_tensors,

@@ -24,8 +24,8 @@ HUB = "Hugging Face"
 LLAMA_CPP = "llama.cpp"
 LM_STUDIO = "LM Studio"
 OLLAMA = "Ollama"
-MANIFEST_LIMIT = 1_000_000  # bytes; Ollama's have some thousand
-MAX_ENTRIES = 20_000  # names of one store that are read
+MAX_MANIFEST_BYTES = 1_000_000  # bytes; Ollama's have some thousand
+MAX_STORE_ENTRIES = 20_000  # names of one store that are read
 MAX_NAME_CHARACTERS = 300
 _REGISTRY = "registry.ollama.ai"
 _MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
@@ -87,7 +87,7 @@ class Store:
 
 def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
     """Yield the GGUF models of a cache in huggingface_hub's layout, which llama.cpp uses too."""
-    for folder in islice(sorted(root.glob("models--*")), MAX_ENTRIES):
+    for folder in islice(sorted(root.glob("models--*")), MAX_STORE_ENTRIES):
         snapshot = current_snapshot(folder)
         if snapshot is not None:
             name = folder.name.removeprefix("models--").replace("--", "/", 1)
@@ -96,7 +96,7 @@ def iterate_hub_cache(root: Path, store: str = HUB) -> Iterator[StoredModel]:
 
 def iterate_lm_studio(root: Path) -> Iterator[StoredModel]:
     """Yield the models of LM Studio: folders PUBLISHER/NAME of GGUF files or safetensors."""
-    for folder in islice(sorted(root.glob("*/*")), MAX_ENTRIES):
+    for folder in islice(sorted(root.glob("*/*")), MAX_STORE_ENTRIES):
         if not folder.is_dir():
             continue
         name = f"{folder.parent.name}/{folder.name}"
@@ -111,7 +111,7 @@ def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
     yield from iterate_hub_cache(root, LLAMA_CPP)
     sizes = _gguf_file_sizes(root, depth=1)
     repositories: dict[str, str] = {}
-    for path in islice(sorted(root.glob("manifest=*.json")), MAX_ENTRIES):
+    for path in islice(sorted(root.glob("manifest=*.json")), MAX_STORE_ENTRIES):
         match = _LLAMA_CPP_MANIFEST.fullmatch(path.name)
         if match is not None and (remote := _read_pulled_file(path)):
             local = f"{match[1]}_{match[2]}_{remote}".replace("/", "_")
@@ -129,7 +129,7 @@ def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
 def iterate_ollama(root: Path) -> Iterator[StoredModel]:
     """Yield the models of Ollama: a tag's manifest names a blob, which is a GGUF file."""
     manifests = root / "manifests"
-    for path in islice(sorted(manifests.glob("*/*/*/*")), MAX_ENTRIES):
+    for path in islice(sorted(manifests.glob("*/*/*/*")), MAX_STORE_ENTRIES):
         parts = path.relative_to(manifests).parts
         if path.is_file():
             yield _read_ollama_model(root, path, parts)
@@ -143,7 +143,7 @@ def _gguf_file_sizes(folder: Path, depth: int = 2) -> dict[str, int]:
     sizes: dict[str, int] = {}
     patterns = ["*", "*/*"][:depth]
     paths = (path for pattern in patterns for path in folder.glob(pattern))
-    for path in islice(paths, MAX_ENTRIES):
+    for path in islice(paths, MAX_STORE_ENTRIES):
         if path.name.casefold().endswith(GGUF_SUFFIX) and path.is_file():
             with suppress(OSError):
                 sizes[str(path.relative_to(folder))] = path.stat().st_size
@@ -192,7 +192,7 @@ def _read_pulled_file(manifest: Path) -> str:
     Empty without one.
     """
     with suppress(CheckpointError):
-        file = Fields.read(manifest, MANIFEST_LIMIT).optional_nested("ggufFile")
+        file = Fields.read(manifest, MAX_MANIFEST_BYTES).optional_nested("ggufFile")
         return "" if file is None else file.text("rfilename", "")
     return ""
 
@@ -219,7 +219,7 @@ def _read_ollama_model(root: Path, manifest: Path, parts: tuple[str, ...]) -> St
 
 def _find_ollama_blob(root: Path, manifest: Path) -> tuple[Path, int]:
     """Return the path and the bytes of a manifest's weights. Raises CheckpointError."""
-    layers = Fields.read(manifest, MANIFEST_LIMIT).get("layers")
+    layers = Fields.read(manifest, MAX_MANIFEST_BYTES).get("layers")
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
         raise CheckpointError(f"{manifest}: layers: is not a list of objects")
     media_types = [layer.get("mediaType") for layer in layers]

@@ -128,22 +128,22 @@ def find_thinking_marks(
     return ThinkingMarks(tuple(pairs), tuple(answers))
 
 
-_CODE = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
-_FIELD = re.compile(
+_TEMPLATE_CODE = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
+_REASONING_FIELD = re.compile(
     r"""['"]reasoning(_content)?['"]|get\(\s*['"]thinking|\.(reasoning(_content)?|thinking)\b"""
 )
-_CHUNKS = re.compile(r"""type['"]?\s*\]?\s*==\s*['"]thinking['"]""")
+_CHUNK_TEST = re.compile(r"""type['"]?\s*\]?\s*==\s*['"]thinking['"]""")
 
 
 def separates_thinking(template: str) -> bool:
     """True if a chat template reads the thinking of a past turn separately from its text."""
-    code = (match[1] for match in _CODE.finditer(template) if match[1])
-    return _CHUNKS.search(template) is not None or any(map(_FIELD.search, code))
+    code = (match[1] for match in _TEMPLATE_CODE.finditer(template) if match[1])
+    return _CHUNK_TEST.search(template) is not None or any(map(_REASONING_FIELD.search, code))
 
 
 def make_past_turn(thought: str, text: str, template: str) -> dict[str, object]:
     """Return the fields of a past turn of the model, with its thinking as the template reads it."""
-    if _CHUNKS.search(template) and not _FIELD.search(template):
+    if _CHUNK_TEST.search(template) and not _REASONING_FIELD.search(template):
         thoughts = [{"type": "thinking", "thinking": thought}] if thought else []
         contents = [{"type": "text", "text": text}] if text or not thought else []
         return {"content": [*thoughts, *contents]}
@@ -161,7 +161,7 @@ _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 def find_thinking_switch(template: str) -> str | None:
     """Return the variable that switches thinking in a chat template; None where it reads none."""
-    code = [_STRING.sub("''", match[1]) for match in _CODE.finditer(template) if match[1]]
+    code = [_STRING.sub("''", match[1]) for match in _TEMPLATE_CODE.finditer(template) if match[1]]
     return next((name for name in THINKING_SWITCHES if _is_read(name, code)), None)
 
 

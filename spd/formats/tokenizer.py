@@ -32,7 +32,7 @@ from spd.formats.files import MAX_FILE_BYTES
 from spd.formats.json_file import display_text, one_line, parse_json, read_text
 from spd.formats.names import TOKENIZER_FILE
 from spd.formats.thinking import find_mark_tokens
-from spd.formats.tokenizer_config import MAX_ID, TokenizerConfig, read_tokenizer_config
+from spd.formats.tokenizer_config import MAX_TOKEN_ID, TokenizerConfig, read_tokenizer_config
 
 _CHANNEL_TOKENS = (("<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|eom|>"),)
 """Tokens that divide a reply into messages; only such models have the first of each group."""
@@ -40,7 +40,7 @@ SHORT_TEXT = 1 << 16
 """Characters of a text that is always encoded to count its tokens, whatever the context."""
 MAX_CHARACTERS = 4_000_000
 """Characters of a vocabulary; published: 2 million. The library needs up to 250 bytes for one."""
-MAX_PART = 20_000
+MAX_PART_CHARACTERS = 20_000
 """Characters of JSON of a normalizer and so on; published: 3,000."""
 MAX_GROWTH = 1000
 """Growth of a text by one part; published: T5's map of characters and a pattern, 33 x 4."""
@@ -95,8 +95,8 @@ class Tokenizer:
         }
         self.vocab_size = max(last, *added, -1) + 1
         """The highest token id plus one, added tokens included."""
-        if not 0 < self.vocab_size <= MAX_ID + 1:
-            reason = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_ID} are supported"
+        if not 0 < self.vocab_size <= MAX_TOKEN_ID + 1:
+            reason = f"token ids reach {self.vocab_size - 1}, 0 to {MAX_TOKEN_ID} are supported"
             raise CheckpointError(f"{where}: {reason}")
         self.special_ids = frozenset(self.special_tokens.values())
         self.added_tokens = frozenset(token.content for token in added.values())
@@ -209,7 +209,9 @@ class Tokenizer:
 
     def _token_text(self, token_id: int) -> str:
         """Return a token as written in the vocabulary; empty for an id without a token."""
-        return (self._library.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
+        return (
+            self._library.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+        ) or ""
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         """Return the ids of a text alone, of special tokens too if `parse_special`.
@@ -419,10 +421,10 @@ def check_tokenizer_content(where: str, file: Any, declared: int) -> int:
             part = file.get(key)
             text = json.dumps(part)
             grows = _max_growth(part) > MAX_GROWTH
-            is_large = len(text) > MAX_PART and "precompiled_charsmap" not in text
+            is_large = len(text) > MAX_PART_CHARACTERS and "precompiled_charsmap" not in text
             faults += [
                 (key, grows, f"may make a text {MAX_GROWTH:,} times as long"),
-                (key, is_large, f"has more than {MAX_PART:,} characters"),
+                (key, is_large, f"has more than {MAX_PART_CHARACTERS:,} characters"),
                 # Groups that call groups that call groups are compiled without end.
                 (key, r"\g" in text, r"calls a group of its pattern by \g"),
             ]

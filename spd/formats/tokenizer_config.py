@@ -27,7 +27,7 @@ _FLAG_KEYS = ("add_bos_token", "add_eos_token")
 _LIST_KEYS = ("additional_special_tokens", "extra_special_tokens")
 _NAMED_TOKEN_KEYS = ("extra_special_tokens", "model_specific_special_tokens")
 """Keys of objects that give special tokens names for chat templates."""
-MAX_ID = (1 << 24) - 1
+MAX_TOKEN_ID = (1 << 24) - 1
 _ID = re.compile(r"[0-9]{1,8}")
 
 
@@ -141,7 +141,7 @@ def _read_added_tokens_file(
     """
     tokens: dict[int, tokenizers.AddedToken] = {}
     for text in fields.values:
-        number = fields.integer(text, 0, MAX_ID)
+        number = fields.integer(text, 0, MAX_TOKEN_ID)
         fields.require(bool(text), text, "is an empty token")
         is_special = text in special
         tokens[number] = tokenizers.AddedToken(text, normalized=not is_special, special=is_special)

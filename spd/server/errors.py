@@ -20,7 +20,7 @@ API_NAMES = {
 """The names that clients know for options of the command line."""
 
 
-_FLAG = re.compile("|".join(API_NAMES))
+_OPTION_NAME = re.compile("|".join(API_NAMES))
 
 
 class ApiError(Exception):
@@ -64,7 +64,7 @@ def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
     if not isinstance(error, SpdError):
         return ApiError(500, f"unexpected {type(error).__name__}", code="internal")
     message = " ".join([f"{error.message}.", *error.reason]) if error.reason else error.message
-    message = _FLAG.sub(lambda flag: API_NAMES[flag[0]], message)
+    message = _OPTION_NAME.sub(lambda flag: API_NAMES[flag[0]], message)
     if error.code == "context_overflow":  # agents shorten a conversation when they read these words
         message = f"prompt is too long: {message}"
         return ApiError(400, message, param="messages", code="context_length_exceeded")

@@ -58,7 +58,7 @@ def unescape_bytes(text: str) -> bytes:
 def test_a_typed_line_gives_its_output(row, spd_run, model, script, monkeypatch) -> None:
     write_tokenizer(model, (*SPECIALS, "<think>", "</think>"))
     monkeypatch.chdir(model.parent)
-    monkeypatch.setattr(jsonl, "LINES_LIMIT", 2**20)
+    monkeypatch.setattr(jsonl, "MAX_LINES_BYTES", 2**20)
     for name, data in FILES.items():
         Path(name).write_bytes(data)
     for name, replacement in {"MODEL": model.name, **REPLACEMENTS}.items():

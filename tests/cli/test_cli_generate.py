@@ -20,7 +20,7 @@ from spd.cli.run_settings import parse_logit_bias, requested_sampling, unescape
 from spd.conversation.notes import loop_period
 from spd.conversation.sampling import resolve_sampling
 from spd.errors import EngineError, UsageError
-from spd.formats.files import INPUT_LIMIT
+from spd.formats.files import MAX_INPUT_BYTES
 from spd.formats.folder import ModelFolder
 from spd.formats.model_config import GenerationConfig
 from spd.formats.tokenizer import Tokenizer
@@ -394,7 +394,7 @@ def test_a_log_beyond_the_context_is_refused_with_a_command_that_cuts_it(
     assert ran.code == 4 and "fix: … | tail -c 96 | spd generate …\n" in ran.err
     assert spd_run(raw, "Why?", stdin=log.read_bytes()[-96:]).code == 0
     with (tmp_path / "huge").open("wb") as file:
-        file.truncate(INPUT_LIMIT + 1)
+        file.truncate(MAX_INPUT_BYTES + 1)
     ran = spd_run(raw, "-f", file.name, "Why?")
     assert_refused(ran, 2, "larger than 64 MiB", f"fix: tail -c 190 {file.name} | spd generate …\n")
     assert "tail" not in spd_run(raw, "x" * 500).err

@@ -13,8 +13,8 @@ import pytest
 
 from spd.conversation.tool_choice import function_tool, read_tools
 from spd.conversation.tools.call_forms import (
+    CALL_MARKS,
     FORMS,
-    MARKS,
     call_form,
 )
 from spd.conversation.tools.call_grammar import Tools
@@ -169,7 +169,7 @@ def test_a_call_that_may_come_is_held_once_its_mark_has_come(
     """Marks are tokens, special ones or not; before them, and behind calls, any text is allowed."""
     written = FORMS[form]
     call = call_text(written)
-    marks = sorted(mark for mark in MARKS if mark in "".join((*written[:3], call)))
+    marks = sorted(mark for mark in CALL_MARKS if mark in "".join((*written[:3], call)))
     write_tokenizer(model, (*SPECIALS, *marks))
     file = json.loads((model / "tokenizer.json").read_text())
     for token in file["added_tokens"]:
@@ -330,7 +330,7 @@ def test_held_arguments_come_as_they_are_written(form: str) -> None:
 
 
 FRAGMENTS = [
-    *sorted(MARKS),
+    *sorted(CALL_MARKS),
     "<function=now>",
     "<parameter=city>",
     '<invoke name="now">',

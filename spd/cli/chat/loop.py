@@ -397,6 +397,7 @@ def run_reply(chat: Chat, conversation: Conversation) -> Conversation:
     stopped = threading.Event()
 
     def stop() -> None:
+        """End the reply at the next token."""
         stopped.set()
         model.thread.end(REQUEST_ID)
 

@@ -9,6 +9,7 @@ from typing import Literal
 from spd.cli.options import ModelArgument, ReplyOptions, main_option, option
 
 _chat_option = partial(option, "Chat")
+"""Makes an option in the panel `Chat` of the help."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

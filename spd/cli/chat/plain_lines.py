@@ -10,7 +10,7 @@ from spd.cli.chat.conversation import PROMPT
 from spd.cli.terminal.console import write_stderr
 from spd.cli.terminal.streams import is_terminal
 from spd.errors import UsageError
-from spd.formats.files import INPUT_LIMIT
+from spd.formats.files import MAX_INPUT_BYTES
 
 
 class PlainLines:
@@ -23,9 +23,9 @@ class PlainLines:
         """
         if is_terminal(sys.stdin):
             write_stderr(PROMPT)
-        data = sys.stdin.buffer.readline(INPUT_LIMIT + 1) if sys.stdin is not None else b""
-        if len(data) > INPUT_LIMIT:
-            raise UsageError(f"a line of stdin is longer than {INPUT_LIMIT >> 20} MiB")
+        data = sys.stdin.buffer.readline(MAX_INPUT_BYTES + 1) if sys.stdin is not None else b""
+        if len(data) > MAX_INPUT_BYTES:
+            raise UsageError(f"a line of stdin is longer than {MAX_INPUT_BYTES >> 20} MiB")
         try:
             return data.decode("utf-8").removesuffix("\n").removesuffix("\r") if data else None
         except UnicodeDecodeError:

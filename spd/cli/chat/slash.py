@@ -21,7 +21,8 @@ from spd.errors import NotFoundError, SpdError, UsageError
 if TYPE_CHECKING:
     from spd.cli.chat.loop import Chat
 
-ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
+COMMAND_ALIASES = {"/?": "/help", "/bye": "/exit", "/quit": "/exit", "/new": "/clear"}
+"""Slash commands by other names, which chats of other programs have."""
 
 
 class Commands:
@@ -41,10 +42,10 @@ class Commands:
         Raises UsageError for an unknown one, and what the command raises.
         """
         command, _, argument = line.strip().partition(" ")
-        name = ALIASES.get(command.lower(), command.lower())
+        name = COMMAND_ALIASES.get(command.lower(), command.lower())
         names = self.names()
         if name not in names:
-            close_matches = difflib.get_close_matches(name, [*names, *ALIASES], n=1)
+            close_matches = difflib.get_close_matches(name, [*names, *COMMAND_ALIASES], n=1)
             hint = (
                 f"did you mean {close_matches[0]}?" if close_matches else "/help lists the commands"
             )

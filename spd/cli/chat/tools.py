@@ -74,7 +74,9 @@ _TOOL_FIELDS = {
     "parameters": OBJECT,
     "command": array_of(TEXT, 256),
 }
+"""Checks of a tool's fields in a file of tools."""
 _parse_tools = array_of(object_of(_TOOL_FIELDS, "name", "command"), 128)
+"""Checks and returns the tools of a file."""
 
 
 class ChatTools:

@@ -100,9 +100,9 @@ SHARED_CONFIG_FIELDS = (
 
 _sweep_option = partial(option, "What is compared")
 _work_option = partial(option, "What is asked")
-
-
+"""Make options in two panels of the help."""
 MODELS_HELP = "A folder, GGUF file, org/name or demo; a list of them compares them."
+"""The help of the argument with the models."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -18,6 +18,7 @@ from spd.formats.files import read_input
 from spd.runtime.lab import compare_results, models_of
 
 COMPARE_SCHEMA = "spd.compare/1"
+"""The `schema` of the output of `spd compare --json`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -126,6 +126,7 @@ def _record_trace(engine: Engine, model: str, request: Request, trace: Sink) -> 
     from spd.runtime.lab import TraceHeader
 
     def write_record(line: TraceHeader | RoundRecord) -> None:
+        """Write a line of the trace as JSON."""
         trace.write(to_json(dataclasses.asdict(line)) + "\n")
 
     write_record(TraceHeader(model, request.params.temperature, engine.plan.as_dict()))

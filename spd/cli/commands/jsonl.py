@@ -35,7 +35,7 @@ from spd.conversation.sampling_fields import SAMPLING_FIELDS, TOKEN_IDS
 from spd.conversation.settings import PreparedRequest, Settings
 from spd.conversation.token_ids import check_token_ids
 from spd.errors import EngineError, PartialError, SpdError, UsageError
-from spd.formats.files import INPUT_LIMIT, LINES_LIMIT, read_input
+from spd.formats.files import MAX_INPUT_BYTES, MAX_LINES_BYTES, read_input
 from spd.runtime.engine.clock import now
 from spd.runtime.engine.driver import drive
 from spd.runtime.engine.request import Event, GrammarSpec, Request, RequestOutput, derived_seed
@@ -62,6 +62,7 @@ parse_parameters = object_of(
         "grammar": TEXT,
     }
 )
+"""Checks and returns the `params` of a line."""
 parse_line_fields = object_of(
     {
         "id": any_value,
@@ -72,6 +73,7 @@ parse_line_fields = object_of(
     }
     | {"params": parse_parameters}
 )
+"""Checks and returns a line's object."""
 
 
 def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> int:
@@ -159,7 +161,7 @@ def read_lines(name: str) -> list[Line]:
 
     Raises NotFoundError, and UsageError if no line can be one of --jsonl.
     """
-    data = read_input(name, "check the path; without -f lines come from stdin", LINES_LIMIT)
+    data = read_input(name, "check the path; without -f lines come from stdin", MAX_LINES_BYTES)
     lines = [(n, raw) for n, raw in enumerate(data.split(b"\n"), 1) if raw.strip()]
     source = "stdin" if name == "-" else name
     if not lines:
@@ -176,8 +178,8 @@ def read_lines(name: str) -> list[Line]:
 
 def _parse_line(number: int, raw: bytes) -> Line:
     """Return a line with its JSON object, or with the error of an invalid one."""
-    error = UsageError(f"longer than {INPUT_LIMIT >> 20} MiB")
-    if len(raw) <= INPUT_LIMIT:
+    error = UsageError(f"longer than {MAX_INPUT_BYTES >> 20} MiB")
+    if len(raw) <= MAX_INPUT_BYTES:
         try:
             value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             if not isinstance(value, dict):

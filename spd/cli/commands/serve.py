@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from spd.server.run import ServerOptions
 
 _server_option = partial(option, "Server")
+"""Makes an option in the panel `Server` of the help."""
 DEFAULT_PORT = 7373
+"""The TCP port of the server unless --port is set."""
 
 
 def parse_seconds(text: str) -> float:

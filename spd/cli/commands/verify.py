@@ -108,6 +108,7 @@ def _verify_model(session: Session, options: VerifyOptions) -> None:
     with ticking(session.console) as ticker:
 
         def watch(run_name: str, num_ended: int) -> None:
+            """Show the progress of a run. Raises Interrupted after a signal."""
             session.guard.raise_if_received()
             ticker.write(f"{run_name}: {num_ended} of {len(requests)} replies")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from spd.cli.options import EngineOptions, ModelArgument, argument, main_option, model_option
 
 SERVER_HELP = "A folder, GGUF file, org/name or demo; or http://HOST:PORT, a server."
+"""The help of the argument with a model or a server."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

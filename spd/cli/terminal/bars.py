@@ -27,6 +27,7 @@ class BarGlyphs:
 
 UNICODE_GLYPHS = BarGlyphs(block="█", low="├", span="─", value="┼", high="┤", cut="▸")
 ASCII_GLYPHS = BarGlyphs(block="#", low="[", span="-", value="+", high="]", cut=">")
+"""The glyphs of bars where the output's encoding has all of Unicode, and where it does not."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spd.cli.signals import SignalGuard
 
 REPORT_FIX = "run it again with -vv, and report what it prints"
+"""The fix of an internal error."""
 
 DEFAULT_FIXES = {
     "internal": REPORT_FIX,

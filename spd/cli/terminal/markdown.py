@@ -34,6 +34,7 @@ CODE_INDENT = 4
 BLANK_PLACEHOLDER = "\ufdd0"
 """Replaces leading blanks while inline marks are parsed, as the parser drops blanks."""
 _INDENT = re.compile("^ +", re.MULTILINE)
+"""The blanks at the beginning of a line."""
 
 
 def keep_indentation(state: StateCore) -> None:

@@ -26,6 +26,7 @@ BAR_WIDTH = 20
 """The most characters of a bar."""
 
 PHASE_LABELS = {"read": "reading weights", "pack": "packing weights", "download": "downloading"}
+"""Texts in front of a bar, by `LoadProgress.phase`."""
 
 
 class Ticker(AbstractContextManager["Ticker"]):
@@ -98,6 +99,7 @@ def compiling(report: Callable[[str], None]) -> Iterator[None]:
         """Passes messages on to `report`."""
 
         def emit(self, record: logging.LogRecord) -> None:
+            """Report a record's message, and a bar of the kernels that are done."""
             done, total = (vars(record)[name] for name in ("done", "total"))
             report(f"{record.getMessage()} [{'#' * done:.<{total}}]")
 

@@ -232,12 +232,12 @@ FORM_TEXTS = " ".join(
     f"{form.opening} {form.closing} {form.call} {form.pairs.text if form.pairs else ''}"
     for form in FORMS.values()
 )
-MARKS = {
+CALL_MARKS = {
     mark
     for mark in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", FORM_TEXTS)
     if not re.search("NAME|KEY", mark)
 }
-MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *MESSAGE_ENDS}
+CALL_MARKS |= {QUOTE, "[CALL_ID]", "<|channel>", "<channel|>", *MESSAGE_ENDS}
 """Marks that may be special tokens, which have no text of their own."""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
-from spd.conversation.tools.call_forms import MARKS, Form
+from spd.conversation.tools.call_forms import CALL_MARKS, Form
 from spd.conversation.tools.call_grammar import Tools
 from spd.conversation.tools.call_readers import (
     SEPARATORS,
@@ -21,7 +21,7 @@ from spd.runtime.engine.request import partial_match_length
 
 NO_CALL = re.compile(SEPARATORS + r'\{\s*[^\s"]')
 """Matches a brace that begins no JSON object."""
-_MARK = re.compile("|".join(map(re.escape, MARKS)))
+_MARK = re.compile("|".join(map(re.escape, CALL_MARKS)))
 _BROKEN_CALL_SEPARATORS = " \t\r\n,;]}`"
 
 
@@ -228,7 +228,8 @@ class CallParser:
             self._text = self._text[stop.end() if stop and has_end else len(section) :]
             if stop is None:
                 begun = max(
-                    partial_match_length(mark, section) for mark in {*MARKS, self._form.closing}
+                    partial_match_length(mark, section)
+                    for mark in {*CALL_MARKS, self._form.closing}
                 )
                 section = section[: len(section) - begun]
             self._append_broken_call(section)

@@ -17,7 +17,7 @@ from statistics import fmean, linear_regression, median
 from typing import Any
 
 from spd.errors import UsageError
-from spd.formats.files import LINES_LIMIT, read_input_text
+from spd.formats.files import MAX_LINES_BYTES, read_input_text
 from spd.runtime.engine.draft_length import context_class, first_position_of_class
 from spd.runtime.engine.trace import RoundRecord
 from spd.runtime.plan.config import MAX_DRAFT, METHODS, split_spec
@@ -73,7 +73,7 @@ def read_trace(path: Path) -> Trace:
     Raises NotFoundError, and UsageError naming an invalid line.
     """
     fix = "spd generate --trace FILE writes one"
-    lines = read_input_text(path, fix, LINES_LIMIT).splitlines()
+    lines = read_input_text(path, fix, MAX_LINES_BYTES).splitlines()
     trace = Trace()
     for number, line in enumerate(lines, 1):
         try:
