@@ -69,6 +69,7 @@ HARMONY = Channels(
 MUSE = Channels(
     (f" to=self{MESSAGE}",), "<|eom|><|start|>assistant", f" to=NAME{MESSAGE}", f" to=user{MESSAGE}"
 )
+"""Channels of gpt-oss (the format Harmony), and of models whose templates have `<atem:` marks."""
 
 
 def template_channels(template: str) -> Channels | None:

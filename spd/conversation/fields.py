@@ -61,6 +61,7 @@ OBJECT: Check[dict[str, Json]] = of_type("an object", dict)
 """Checks of a value's type alone."""
 _array: Check[list[Json]] = of_type("an array", list)
 _number: Check[float] = of_type("a number", int, float)
+"""Checks of a value's type alone, without ranges or elements."""
 
 
 def number(value: Json, name: str) -> float:

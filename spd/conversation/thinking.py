@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from spd.conversation.vocabulary import Vocabulary
 
 UNANSWERED_NOTE = "the reply ended while thinking, without an answer"
+"""The note of a reply without an answer."""
 
 
 class ThinkingCounter:

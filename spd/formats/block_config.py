@@ -116,6 +116,7 @@ class ConvConfig:
 
 
 RecurrentConfig = DeltaConfig | ConvConfig
+"""The layers of a model that keep a state instead of keys and values."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from spd.formats.tokenizer_config import TokenizerConfig, read_tokenizer_config
 MAX_TEMPLATE_BYTES = 1_000_000  # bytes; the longest published template is below 50 kB
 TEMPLATES_FOLDER = "additional_chat_templates"  # a file for each named template
 _TEMPLATE_NAMES = ("default", "tool_use")
+"""Names of the templates that are read: the one without tools, and the one for them."""
 MAX_REPLY_BYTES = 1 << 30  # bytes
 # Noncharacters of Unicode, reserved for use inside a program; then the private use area.
 _MARKS = (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900))

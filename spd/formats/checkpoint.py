@@ -69,7 +69,9 @@ Shapes = Mapping[str, Shape]
 AllowedDtypes = Mapping[str, Sequence[str]]
 """Dtypes of tensors that are not stored as floats."""
 FLOATS_ONLY: AllowedDtypes = MappingProxyType({})
+"""No tensor has another dtype than a float's."""
 TensorMetas = Mapping[str, TensorMeta]
+"""Tensors by name."""
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):

@@ -44,6 +44,7 @@ ERNIE_EXPERTS = replace(
     router=replace(_SOFTMAX_ROUTER, has_correction=True),
     correction_name="moe_statics.e_score_correction_bias",
 )
+"""Constants of families with other routers, shared experts or activations."""
 
 
 def read_experts(fields: Fields, num_layers: int, constants: ExpertsConfig) -> ExpertsConfig:

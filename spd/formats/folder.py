@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spd.formats.tokenizer_config import TokenizerConfig
 
 logger = logging.getLogger(__name__)
+"""Logs warnings about files that are odd and not refused."""
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,11 @@ _LM_STUDIO_POINTER = "~/.lmstudio-home-pointer"
 MODEL_FIX = "-m a folder with config.json and safetensors, or a GGUF file"
 """The fix of errors for a path that leads to no model."""
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*")
+"""A branch, tag or commit."""
 _ADDRESS = re.compile(
     r"(?:https?://[^/]+|(?:huggingface|hf)\.co|hf:/)/([^/?#]+/[^/?#:]+)(?:/(?:tree|blob|resolve)/([^/?#]+))?.*"
 )
+"""The address of a model's page: the repository's name, and the revision if it names one."""
 
 
 def cache_folder() -> Path:

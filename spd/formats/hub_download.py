@@ -60,9 +60,11 @@ SMALL_FILES |= {*QUANTIZATION_FILES}
 FREE_SPACE_FACTOR = 1.05
 """Required free space, as a share of the download."""
 _FREE_SPACE_FIX = "spd rm NAME for a model that is not needed"
+"""The fix of errors for a full disk."""
 _GGUF_NAME = re.compile(r"(?:\w[\w.+ -]*/)?\w[\w.+ -]*\.gguf", re.IGNORECASE)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(W/)?"?[A-Za-z0-9_-][A-Za-z0-9_=+.-]{0,199}"?')
+"""Names from the hub that are safe in paths: of GGUF files, of commits and of contents."""
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ _FLAT_WRAPPERS = ("qwen2_5_vl",)
 _OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype")
 """Keys of the text that may stand on the outer level."""
 SUPPORTED_ARCHITECTURES = (*_FAMILIES, *WRAPPERS)
+"""Classes in `architectures` that are read, those of models of images among them."""
 
 _UNSUPPORTED_PARTS = {
     **dict.fromkeys(("vision_config", "audio_config"), ("images and sound", "Llama")),

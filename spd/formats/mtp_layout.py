@@ -76,6 +76,7 @@ def _class_names(names: str) -> tuple[str, ...]:
 
 _NEXT_LAYER = "model.layers.{l}."
 _NORMS = "enorm hnorm eh_proj "
+"""Most families' stems of the names of the first three roles."""
 _deepseek_family = partial(
     MtpFamily,
     layer_prefix=_NEXT_LAYER,
@@ -151,6 +152,7 @@ indices and the forward passes of vLLM and SGLang."""
 
 _MODULE = re.compile(r"(?:language_model\.|model\.)*(?:mtp\.|mtp_[a-z_]+\.)")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+"""The beginning of names of tensors in a module of its own name, and in a numbered layer."""
 
 
 @dataclass(frozen=True)

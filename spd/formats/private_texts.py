@@ -18,9 +18,11 @@ from spd.errors import ResourceError, UsageError
 from spd.formats.files import write_atomically
 
 TEXTS_SUFFIX = ".texts"
+"""The ending of names of files of texts."""
 END_OF_TEXT = -1
 """The number behind a text."""
 OTHERS_PERMISSIONS = stat.S_IRWXG | stat.S_IRWXO
+"""Bits of a file's mode that let anyone but its owner use it."""
 
 
 class PrivateTexts:

@@ -447,22 +447,24 @@ def _read_awq(fields: Fields) -> Iterator[Rule]:
     yield Rule(Scheme("awq", 4, _group_size(fields), symmetric=False), is_default=True)
 
 
-_ALGORITHMS = {"FP8": Scheme("fp8", 8)}
-_ALGORITHMS |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 4, NVFP4_GROUP))
+_SCHEME_BY_ALGORITHM = {"FP8": Scheme("fp8", 8)}
+_SCHEME_BY_ALGORITHM |= dict.fromkeys(
+    ("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 4, NVFP4_GROUP)
+)
 
 
 def _read_modelopt(fields: Fields) -> Iterator[Rule]:
     """Yield ModelOpt's rules: one for all modules, or one for the modules of each algorithm."""
-    algorithm = fields.choice("quant_algo", (*_ALGORITHMS, "MIXED_PRECISION"))
+    algorithm = fields.choice("quant_algo", (*_SCHEME_BY_ALGORITHM, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
-        yield Rule(_ALGORITHMS[algorithm], is_default=True)
+        yield Rule(_SCHEME_BY_ALGORITHM[algorithm], is_default=True)
         return
     layers = fields.nested("quantized_layers")
     algorithms = {
-        _module_name(name): layers.nested(name).choice("quant_algo", _ALGORITHMS)
+        _module_name(name): layers.nested(name).choice("quant_algo", _SCHEME_BY_ALGORITHM)
         for name in layers.values
     }
-    for algorithm, scheme in _ALGORITHMS.items():
+    for algorithm, scheme in _SCHEME_BY_ALGORITHM.items():
         names = frozenset(name for name in algorithms if algorithms[name] == algorithm)
         yield Rule(scheme, names)
 
@@ -474,6 +476,7 @@ _FP8_VALUES = {
     "activation_scheme": ("dynamic",),
     "scale_fmt": ("float", "ue8m0"),
 }
+"""Supported values of optional keys of DeepSeek's quantization."""
 
 
 def _read_fp8(fields: Fields) -> Iterator[Rule]:
@@ -496,3 +499,4 @@ _RULE_READERS: dict[str, Callable[[Fields], Iterable[Rule]]] = {
     "awq": _read_awq,
     "modelopt": _read_modelopt,
 }
+"""Functions that read the rules of a quantization, by its `quant_method`."""

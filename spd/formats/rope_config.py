@@ -10,6 +10,7 @@ from spd.formats.block_config import ATTENTION_KINDS, MAX_POSITIONS
 from spd.formats.json_file import Fields, display_text
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+"""Supported values of `rope_type`."""
 
 
 @dataclass(frozen=True)

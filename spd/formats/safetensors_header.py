@@ -31,6 +31,7 @@ The official reader accepts 100 million.
 """
 _DTYPES = "F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ I16 U16 F16"
 _DTYPES += " BF16 I32 U32 F32 I64 U64 F64 C64"
+"""Dtypes of the format but BOOL, each with its bits as the first number in its name."""
 DTYPE_BITS = {"BOOL": 8, **{name: int(re.findall(r"\d+", name)[0]) for name in _DTYPES.split()}}
 """Bits of an element by dtype: the first number in its name."""
 

@@ -24,19 +24,28 @@ HUB = "Hugging Face"
 LLAMA_CPP = "llama.cpp"
 LM_STUDIO = "LM Studio"
 OLLAMA = "Ollama"
-MAX_MANIFEST_BYTES = 1_000_000  # bytes; Ollama's have some thousand
-MAX_STORE_ENTRIES = 20_000  # names of one store that are read
+"""Programs with stores, by their names for people."""
+MAX_MANIFEST_BYTES = 1_000_000
+"""Size of the file that names a stored model's files; Ollama's have some thousand bytes."""
+MAX_STORE_ENTRIES = 20_000
+"""Names in the folders of one store that are read."""
 MAX_NAME_CHARACTERS = 300
+"""Models with longer names are left out."""
 _REGISTRY = "registry.ollama.ai"
+"""Ollama's own host, which the names of its models leave out."""
 _MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
 _ADAPTER_MEDIA_TYPE = "application/vnd.ollama.image.adapter"
+"""Types of layers in a manifest: a GGUF file with a model, and one with a LoRA adapter."""
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+"""A layer's hash in a manifest, and the name of its file."""
 _LLAMA_CPP_MANIFEST = re.compile(r"manifest=([^=]+)=([^=]+)=([^=]+)\.json")
+"""The name of a manifest of llama.cpp: the organisation, the repository and the tag."""
 _REMOVAL_COMMANDS = {
     OLLAMA: "ollama rm {}",
     LM_STUDIO: "remove it in LM Studio, or delete {}",
     LLAMA_CPP: "delete {}",
 }
+"""Fixes that remove a model, by store, with its name or path at {}."""
 
 
 @dataclass(frozen=True)

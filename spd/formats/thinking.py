@@ -129,10 +129,13 @@ def find_thinking_marks(
 
 
 _TEMPLATE_CODE = re.compile(r"\{#.*?#\}|\{[{%](.*?)[%}]\}", re.DOTALL)
+"""A comment of a template, or its code as the group."""
 _REASONING_FIELD = re.compile(
     r"""['"]reasoning(_content)?['"]|get\(\s*['"]thinking|\.(reasoning(_content)?|thinking)\b"""
 )
+"""Code that reads the thinking of a turn from a field of its message."""
 _CHUNK_TEST = re.compile(r"""type['"]?\s*\]?\s*==\s*['"]thinking['"]""")
+"""Code that finds the thinking of a turn among the parts of its content."""
 
 
 def separates_thinking(template: str) -> bool:
@@ -156,7 +159,9 @@ _SWITCH_VALUES: dict[str, tuple[object, object]] = {
     "thinking_budget": (0, -1),
     "thinking_mode": ("disabled", "enabled"),
 }
+"""Values of a switch that turn thinking off and on, where they are not false and true."""
 _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+"""A string in a template's code."""
 
 
 def find_thinking_switch(template: str) -> str | None:

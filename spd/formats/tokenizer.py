@@ -55,8 +55,10 @@ _GROWTH_BY_TYPE = {
     "NFKC": 11,
     "NFKD": 11,
 }
+"""Factors by which parts of a type may lengthen a text; of other types: 1, or by their patterns."""
 logger = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""The text of a token that stands for one byte."""
 
 
 class Tokenizer:
@@ -276,6 +278,7 @@ def _added_token_texts(config: TokenizerConfig) -> dict[int, str]:
 
 
 _Flags = tuple[bool, bool, bool, bool, bool]
+"""Flags of an added token in the order of `_token_flags`."""
 
 
 def _token_flags(token: tokenizers.AddedToken) -> _Flags:

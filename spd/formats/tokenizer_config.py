@@ -28,6 +28,7 @@ _LIST_KEYS = ("additional_special_tokens", "extra_special_tokens")
 _NAMED_TOKEN_KEYS = ("extra_special_tokens", "model_specific_special_tokens")
 """Keys of objects that give special tokens names for chat templates."""
 MAX_TOKEN_ID = (1 << 24) - 1
+"""The highest token id in a file."""
 _ID = re.compile(r"[0-9]{1,8}")
 
 

@@ -70,9 +70,11 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/responses": Endpoint(read_response, ResponseReply),
     "/v1/messages": Endpoint(read_messages, MessagesReply),
 }
+"""Endpoints that generate, by path."""
 _check_detokenize_body = object_of(
     {"tokens": array_of(integer(0, 2**31 - 1), 1 << 20), "model": TEXT}, "tokens"
 )
+"""Checks and returns the body of `/detokenize`."""
 
 
 class App:

@@ -96,6 +96,7 @@ CHAT_FIELDS = {
 }
 """Fields of a body, and the check of each."""
 _check_body = object_of(CHAT_FIELDS)
+"""Checks and returns the body of `/v1/chat/completions`."""
 
 
 def read_chat(value: Json, settings: Settings) -> Generation:

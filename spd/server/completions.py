@@ -69,6 +69,7 @@ COMPLETION_FIELDS = {
     "best_of": integer(1, MAX_REPLIES),
 }
 _check_body = object_of(COMPLETION_FIELDS, "prompt")
+"""Checks and returns the body of `/v1/completions`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ API_NAMES = {
 
 
 _OPTION_NAME = re.compile("|".join(API_NAMES))
+"""An option's name in a message."""
 
 
 class ApiError(Exception):

@@ -117,6 +117,7 @@ MESSAGES_FIELDS = {
 }
 """Other fields are ignored, for agents send new ones with each version."""
 _check_body = open_object(MESSAGES_FIELDS, "messages", stop_sequences="stop")
+"""Checks and returns the body of `/v1/messages`."""
 
 
 def read_messages(value: Json, settings: Settings) -> Generation:

@@ -146,6 +146,7 @@ RESPONSE_FIELDS = {
 }
 """Other fields are ignored, for agents send new ones with each version."""
 _check_body = open_object(RESPONSE_FIELDS, "input")
+"""Checks and returns the body of `/v1/responses`."""
 
 
 @dataclass(frozen=True, kw_only=True)

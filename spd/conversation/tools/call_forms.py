@@ -232,6 +232,7 @@ FORM_TEXTS = " ".join(
     f"{form.opening} {form.closing} {form.call} {form.pairs.text if form.pairs else ''}"
     for form in FORMS.values()
 )
+"""The texts of all forms that may hold marks."""
 CALL_MARKS = {
     mark
     for mark in re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", FORM_TEXTS)

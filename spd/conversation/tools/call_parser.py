@@ -23,6 +23,7 @@ NO_CALL = re.compile(SEPARATORS + r'\{\s*[^\s"]')
 """Matches a brace that begins no JSON object."""
 _MARK = re.compile("|".join(map(re.escape, CALL_MARKS)))
 _BROKEN_CALL_SEPARATORS = " \t\r\n,;]}`"
+"""Characters that may stand between calls of which one is broken."""
 
 
 class Piece(NamedTuple):

@@ -63,6 +63,7 @@ _TYPES = (
 )
 TYPES_BY_NUMBER = {block_type.number: block_type for block_type in _TYPES}
 TYPES_BY_NAME = {block_type.name: block_type for block_type in _TYPES}
+"""The types that are read, by ggml's numbers and names."""
 
 _REMOVED = "which llama.cpp no longer reads"
 _OF_IK_LLAMA = "a type of ik_llama.cpp's own"

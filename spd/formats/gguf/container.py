@@ -65,6 +65,7 @@ _BOOL_TYPE = 7
 _NUMBER_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 """Numbers of the types of values, and the codes of `struct`."""
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+"""The name of one file of several: the model's, the file's number, their count, the ending."""
 
 
 @dataclass(frozen=True)

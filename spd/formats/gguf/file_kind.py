@@ -10,6 +10,7 @@ MAGIC = b"GGUF"
 MAX_SPLITS = 1024
 """Files of one model."""
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+"""The name of one file of several: the model's, the count of files, the ending."""
 
 
 def is_gguf(path: Path) -> bool:

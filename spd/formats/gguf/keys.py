@@ -18,6 +18,7 @@ SLIDING = "sliding_attention"
 MAX_FACTORS = 512
 """Numbers of a tensor of the configuration: half a head."""
 LARGEST_FLOAT32 = 3.4e38
+"""The bound of numbers in a file, rounded down."""
 
 
 @dataclass(frozen=True)

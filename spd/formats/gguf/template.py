@@ -8,6 +8,7 @@ from spd.formats.json_file import Fields
 from spd.formats.tokenizer_config import TokenizerConfig
 
 _KEY = "tokenizer.chat_template"
+"""The key of the template without tools; that for tools has a suffix."""
 
 
 def read_template(file: GgufFile, config: TokenizerConfig) -> ChatTemplate | None:
