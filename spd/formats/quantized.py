@@ -447,24 +447,22 @@ def _read_awq(fields: Fields) -> Iterator[Rule]:
     yield Rule(Scheme("awq", 4, _group_size(fields), symmetric=False), is_default=True)
 
 
-_SCHEME_BY_ALGORITHM = {"FP8": Scheme("fp8", 8)}
-_SCHEME_BY_ALGORITHM |= dict.fromkeys(
-    ("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 4, NVFP4_GROUP)
-)
+_ALGO_SCHEMES = {"FP8": Scheme("fp8", 8)}
+_ALGO_SCHEMES |= dict.fromkeys(("NVFP4", "W4A16_NVFP4"), Scheme("modelopt-nvfp4", 4, NVFP4_GROUP))
 
 
 def _read_modelopt(fields: Fields) -> Iterator[Rule]:
     """Yield ModelOpt's rules: one for all modules, or one for the modules of each algorithm."""
-    algorithm = fields.choice("quant_algo", (*_SCHEME_BY_ALGORITHM, "MIXED_PRECISION"))
+    algorithm = fields.choice("quant_algo", (*_ALGO_SCHEMES, "MIXED_PRECISION"))
     if algorithm != "MIXED_PRECISION":
-        yield Rule(_SCHEME_BY_ALGORITHM[algorithm], is_default=True)
+        yield Rule(_ALGO_SCHEMES[algorithm], is_default=True)
         return
     layers = fields.nested("quantized_layers")
     algorithms = {
-        _module_name(name): layers.nested(name).choice("quant_algo", _SCHEME_BY_ALGORITHM)
+        _module_name(name): layers.nested(name).choice("quant_algo", _ALGO_SCHEMES)
         for name in layers.values
     }
-    for algorithm, scheme in _SCHEME_BY_ALGORITHM.items():
+    for algorithm, scheme in _ALGO_SCHEMES.items():
         names = frozenset(name for name in algorithms if algorithms[name] == algorithm)
         yield Rule(scheme, names)
 
