@@ -270,7 +270,7 @@ def test_a_hostile_answer_is_refused_in_a_line(
 ) -> None:
     answer, code, texts = HOSTILE[case]
     monkeypatch.setattr(api_server, "REPLY_SECONDS", 0.3 if case == "drip" else 30)
-    monkeypatch.setattr(api_server, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(api_server, "MAX_REPLY_BYTES", 2**20)
     start = time.monotonic()
     ran = verify(FakeServer(answer=answer), "-n", 4)
     assert time.monotonic() - start < 20
