@@ -53,16 +53,16 @@ class SchedulerModel(RuleBasedStateMachine):
         shares_prefixes=st.booleans(),
         places=st.integers(0, 5),
     )
-    def start(self, slots: int, spare: int, lag: int, sharing: bool, places: int) -> None:
+    def start(self, slots: int, spare: int, lag: int, shares_prefixes: bool, places: int) -> None:
         self.table = PageTable(NUM_RESERVED_PAGES + CTX // PAGE + spare)
-        snapshots = SnapshotPool(places) if places and sharing else None
+        snapshots = SnapshotPool(places) if places and shares_prefixes else None
         self.scheduler = Scheduler(
             slots=slots,
             pages=self.table,
             page_size=PAGE,
             block=BLOCK,
             ctx=CTX,
-            shares_prefixes=sharing,
+            shares_prefixes=shares_prefixes,
             snapshots=snapshots,
         )
         self.saved = dict[
