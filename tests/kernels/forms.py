@@ -60,7 +60,7 @@ def entry_places(page: int, size: int, dtype: torch.dtype, values: bool) -> Tens
     """Return where the C kernels keep each element of a head's keys or values [page, size] in it.
 
     In order unless the size is a multiple of 32; else as right-side tiles [16 pairs][16 columns][2]
-    of bfloat16, [32][16] of float32, whose columns are keys, or elements of values.
+    of bfloat16, [32][16] of others, whose columns are keys, or elements of values.
     """
     places = torch.arange(page * size).view(page, size)
     if size % 32:
@@ -82,10 +82,10 @@ def to_native_pages(pool: Tensor, values: bool) -> Tensor:
     return native.view(pool.shape)
 
 
-def from_native_pages(pool: Tensor, values: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Return pages [N, page, K, D] of what `to_native_pages` returns, or of codes of a dtype."""
+def from_native_pages(pool: Tensor, values: bool) -> Tensor:
+    """Return pages [N, page, K, D] of what `to_native_pages` returns, or of codes."""
     page, heads, size = pool.shape[1:]
-    places = entry_places(page, size, dtype or pool.dtype, values)
+    places = entry_places(page, size, pool.dtype, values)
     entries = pool.view(len(pool), heads, page * size)[..., places.flatten()]
     return entries.view(len(pool), heads, page, size).transpose(1, 2)
 

@@ -270,9 +270,7 @@ def test_codes_and_scales_are_those_of_the_definition(form: Form, size: int) -> 
         pool_codes = cache.pools[index].cpu()
         pool_scales = cache.pools[2 + index].cpu()
         if form.native:
-            in_pairs = form.name.startswith(("AVX512-BF16 bfloat16", "AMX"))
-            layout = torch.bfloat16 if in_pairs else torch.float32
-            pool_codes = from_native_pages(pool_codes, values=index == 1, dtype=layout)
+            pool_codes = from_native_pages(pool_codes, values=index == 1)
         if form.name != "torch":
             pool_scales = pool_scales.view(-1, 2, PAGE).transpose(1, 2)
         assert (pool_codes[page, :7].numpy() == codes).all()

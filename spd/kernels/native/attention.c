@@ -19,8 +19,10 @@ typedef struct {
     float scale, softcap;
 } Attention;
 
-/* LONGEST: steps of a head that are summed together. */
-enum { LONGEST = 8, SMALL_SECTION = 2 * KEYS, SMALL_UNTIL = 4096, LARGE_SECTION = 8 * KEYS };
+/* LONGEST: steps of a head that are summed together. WEIGHED, WIDENED: how long a row of a chunk is weighed, and a step's
+   codes are widened, in times of that step's products. */
+enum { LONGEST = 8, WEIGHED = 3, WIDENED = SPD_PAIRS ? 3 : 1 };
+enum { SMALL_SECTION = 2 * KEYS, SMALL_UNTIL = 4096, LARGE_SECTION = 8 * KEYS };
 
 /* Rows that share a KV head's keys, at most 16; copies of 32 keys and of KEYS values that do not lie in tiles. */
 typedef struct {
@@ -32,6 +34,8 @@ typedef struct {
     element keys[DEPTH * (LARGEST_HEAD + DEPTH)] __attribute__((aligned(64)));
     element values[KEYS * LARGEST_HEAD] __attribute__((aligned(64)));
     Sums *section, own, all;
+    Ahead ahead; /* what the next chunk lies in */
+    long by_step, by_row; /* bytes of each place that are asked for in a step of a product, and while a row is weighed */
     float kept[SIDE]; /* what earlier sums of a section count for now */
     uint8_t wild[KEYS]; /* keys whose values are not finite */
     int32_t last[SIDE], low[SIDE];
@@ -133,33 +137,49 @@ static void spoil(const Attention *a, Block *b, const Chunk *c, int rows)
                 for (long d = 0; d < a->value_size; d++) b->section->mixed[d / DEPTH][r][d % DEPTH] = __builtin_nanf("");
 }
 
-/* Ask for 32 keys or values of a chunk from key `at` on, which lie in one page, if the chunk has them. */
-static void fetch(const Attention *a, const element *pool, const Chunk *c, long at)
+/* Note where a chunk lies, for `rows` rows that work on another meanwhile, and how evenly it is asked for: memory should
+   never be idle. A place is a page of its keys or values, or a part of one where it has fewer than two of each. */
+static void look_ahead(const Attention *a, Block *b, const Chunk *c, int rows)
 {
-    if (at >= c->end) return;
-    const element *from = pool + page_of(a, c, at) + at % a->page * a->size;
-    for (long i = 0; i < DEPTH * a->size; i += LINE) __builtin_prefetch(from + i, 0, 2);
+    const void *const pools[] = {a->keys, a->values};
+    const uint16_t *const scales[] = {a->key_scales, a->value_scales};
+    const long half = KEYS / 2, kinds = is_latent(a) ? 1 : 2, scale_bytes = 2 * (3 - kinds);
+    const long spans = c->at < c->end ? c->at + half < c->end ? 2 * kinds : kinds : 0;
+    const long keys = (a->page < half ? a->page : half) * spans / PLACES;
+    const long bytes = a->size * (in_codes(a) ? 1 : (long)sizeof(element));
+    b->ahead = (Ahead){.end = keys * bytes};
+    for (long place = 0; place < PLACES && spans; place++) {
+        const long span = place * spans / PLACES, key = c->at + span / kinds * half;
+        const long entry = page_of(a, c, key) / a->size + key % a->page + place % (PLACES / spans) * keys;
+        b->ahead.from[place] = (const char *)pools[span % kinds] + entry * bytes;
+        for (long at = 0; in_codes(a) && at < keys * scale_bytes; at += LINE_BYTES)
+            __builtin_prefetch((const char *)scales[span % kinds] + entry * scale_bytes + at, 0, 2);
+    }
+    const long step = (SPD_AMX ? 1 : rows) + (in_codes(a) ? WIDENED : 0);
+    const long work = STEPS * (key_steps(a) + value_blocks(a)) * step + WEIGHED * rows;
+    b->by_step = parts(b->ahead.end * step, work);
+    b->by_row = parts(b->ahead.end * WEIGHED, work);
 }
 
 static inline const int8_t *codes_of(const void *pool) { return (const int8_t *)pool; }
 
+/* c [rows][32], or what is added to it but for `fresh`: rows of a left side by `steps` tiles of elements or codes. */
+INLINE void multiply(Block *b, const Left *left, long apart, int rows, const void *right, const int coded, long steps,
+    int fresh, float *c)
+{
+    if (coded) cached_product(left, apart, rows, right, steps, fresh, &b->ahead, b->by_step, c);
+    else block_product(left, apart, 1, rows, right, steps, fresh, &b->ahead, b->by_step, c);
+}
+
 /* scores [rows][32] of 32 keys in tiles by steps `begin` to `end` of `steps`, of more than 256 elements in parts, which
-   are added up. Tiles from `ahead` on are asked for, as many, where it is given. coded: keys are codes. */
-INLINE void score_keys(const Block *b, const void *keys, const int coded, long begin, long end, long steps, int rows,
-    const void *ahead, float *scores)
+   are added up. coded: keys are codes. */
+INLINE void score_keys(Block *b, const void *keys, const int coded, long begin, long end, long steps, int rows, float *scores)
 {
     float part[SIDE * DEPTH] __attribute__((aligned(64)));
-    const long lines = ahead ? 2 * SIDE : 0;
     for (long s = begin, count; s < end; s += count) {
-        const long at = s * 2 * TILE, apart = steps * TILE;
-        float *to = s > begin ? part : scores;
+        const void *right = coded ? (const void *)(codes_of(keys) + s * 2 * TILE) : (const element *)keys + s * 2 * TILE;
         count = end - s < LONGEST ? end - s : LONGEST;
-        if (coded)
-            cached_product(b->query + s * LEFT_STEP, apart, rows, codes_of(keys) + at, count, 1,
-                codes_of(ahead ? ahead : keys) + at, lines, to);
-        else
-            block_product(b->query + s * LEFT_STEP, apart, 1, rows, (const element *)keys + at, count, 1,
-                (const element *)(ahead ? ahead : keys) + at, lines, to);
+        multiply(b, b->query + s * LEFT_STEP, steps * TILE, rows, right, coded, count, 1, s > begin ? part : scores);
         for (int i = 0; s > begin && i < rows * DEPTH; i += SIDE)
             storef(scores + i, SIDE, vadd(loadf(scores + i, SIDE), loadf(part + i, SIDE)));
     }
@@ -188,46 +208,36 @@ static void take_scales(const Attention *a, const uint16_t *scales, const Chunk 
         else for (int k = i; k < i + SIDE; k++) to[k] = of_half(scales[2 * (first + k) + part]);
 }
 
-/* scores [rows][32] of 32 keys in eight bits: products of codes, times their scales. The next chunk's are asked for. */
-static void score_codes(const Attention *a, Block *b, const Chunk *c, const Chunk *next, long at, int rows, float *scores)
+/* scores [rows][32] of 32 keys in eight bits: products of codes, times their scales. */
+static void score_codes(const Attention *a, Block *b, const Chunk *c, long at, int rows, float *scores)
 {
     float by[DEPTH], rest[SIDE * DEPTH] __attribute__((aligned(64)));
-    long first = first_steps(a), steps = key_steps(a), other = next->at + at - c->at;
-    const int8_t *ahead = 0;
-    if (other < next->end) ahead = codes_of(a->keys) + page_of(a, next, other) + other % a->page * a->size;
+    long first = first_steps(a), steps = key_steps(a);
     const element *wide = 0;
-    if (tiled(a)) {
-        const int8_t *codes = codes_of(a->keys) + page_of(a, c, at) + at % a->page * a->size;
-        score_keys(b, codes, 1, 0, steps, steps, rows, ahead, scores);
-    } else {
-        for (long i = 0; ahead && i < DEPTH * a->size; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+    if (tiled(a)) score_keys(b, codes_of(a->keys) + page_of(a, c, at) + at % a->page * a->size, 1, 0, steps, steps, rows, scores);
+    else {
         wide = widen_keys(a, b, c, at);
-        score_keys(b, wide, 0, 0, first, steps, rows, 0, scores);
+        score_keys(b, wide, 0, 0, first, steps, rows, scores);
     }
     take_scales(a, a->key_scales, c, at, 0, by);
     for (int i = 0; i < rows * DEPTH; i += SIDE)
         storef(scores + i, SIDE, vmul(loadf(scores + i, SIDE), loadf(by + i % DEPTH, SIDE)));
     if (first == steps) return;
-    score_keys(b, wide, 0, first, steps, steps, rows, 0, rest);
+    score_keys(b, wide, 0, first, steps, steps, rows, rest);
     take_scales(a, a->key_scales, c, at, 1, by);
     for (int i = 0; i < rows * DEPTH; i += SIDE)
         storef(scores + i, SIDE, vfma(loadf(rest + i, SIDE), loadf(by + i % DEPTH, SIDE), loadf(scores + i, SIDE)));
 }
 
-/* scores of a chunk's keys as they come from the product; the next chunk's keys are asked for. */
-static void score(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
+/* scores of a chunk's keys as they come from the product. */
+static void score(const Attention *a, Block *b, const Chunk *c, int rows)
 {
-    for (long k = 0; in_codes(a) && c->at + k < c->end; k += DEPTH) {
-        score_codes(a, b, c, next, c->at + k, rows, b->scores[k / DEPTH][0]);
-        take_scales(a, a->value_scales, c, c->at + k, 0, b->by_value + k);
-    }
-    for (long k = 0; k < KEYS && !in_codes(a); k += DEPTH) {
-        int ahead = tiled(a) && c->at + k < c->end && next->at + k < next->end;
-        if (!ahead) fetch(a, a->keys, next, next->at + k);
-        if (!tiled(a) && a->values != a->keys) fetch(a, a->values, next, next->at + k);
-        if (c->at + k < c->end)
-            score_keys(b, take_keys(a, b, c, c->at + k), 0, 0, key_steps(a), key_steps(a), rows,
-                ahead ? take_keys(a, b, next, next->at + k) : 0, b->scores[k / DEPTH][0]);
+    for (long at = c->at; at < c->end; at += DEPTH) {
+        float *scores = b->scores[(at - c->at) / DEPTH][0];
+        if (in_codes(a)) {
+            score_codes(a, b, c, at, rows, scores);
+            take_scales(a, a->value_scales, c, at, 0, b->by_value + at - c->at);
+        } else score_keys(b, take_keys(a, b, c, at), 0, 0, key_steps(a), key_steps(a), rows, scores);
     }
 }
 
@@ -301,24 +311,24 @@ static void weigh(const Attention *a, Block *b, const Chunk *c, int rows)
     for (int r = 0; r < rows; r++) top[r] = top_score(a, b, r, c, count) * factor;
     vec before = loadf(sums->peak, SIDE), peak = vmax(loadf(top, SIDE), before), kept = share_of(before, peak);
     storef(sums->peak, SIDE, peak);
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
+        ask(&b->ahead, b->by_row);
         sum[r] = in_codes(a) ? row_weights(b, r, c, count, factor, sums->peak[r], 1)
                              : row_weights(b, r, c, count, factor, sums->peak[r], 0);
+    }
     storef(b->kept, SIDE, kept);
     storef(sums->total, SIDE, vadd(vmul(loadf(sums->total, SIDE), kept), loadf(sum, SIDE)));
 }
 
-/* The rows' weights of a chunk's keys times their values, to b->part, in the order in which values lie; the next chunk's
-   are asked for. Returns whether all sums are finite. */
-static int mix(const Attention *a, Block *b, const Values *v, const Values *next, long steps, int rows)
+/* The rows' weights of a chunk's keys times their values, to b->part, in the order in which values lie. Returns whether
+   all sums are finite. */
+static int mix(const Attention *a, Block *b, const Values *v, long steps, int rows)
 {
     long blocks = value_blocks(a);
     for (long s = 0; s < steps; s += v->run)
-        for (long block = 0; block < blocks; block++) {
-            const element *own = v->steps[s] + block * v->apart, *ahead = next->steps[s];
-            block_product(b->weights + s * LEFT_STEP, STEPS * TILE, 1, rows, own, steps - s < v->run ? steps - s : v->run,
-                s == 0, ahead ? ahead + block * next->apart : own, ahead ? 2 * SIDE : 0, b->part[block][0]);
-        }
+        for (long block = 0; block < blocks; block++)
+            multiply(b, b->weights + s * LEFT_STEP, STEPS * TILE, rows, v->steps[s] + block * v->apart, 0,
+                steps - s < v->run ? steps - s : v->run, s == 0, b->part[block][0]);
     vec rest = vzero(); /* x - x is 0 where x is finite, else NaN, which stays */
     for (long block = 0; block < blocks; block++)
         for (int i = 0; i < rows * DEPTH; i += SIDE) {
@@ -328,8 +338,8 @@ static int mix(const Attention *a, Block *b, const Values *v, const Values *next
     return !any_nan(rest);
 }
 
-/* The rows' weights of a chunk's keys times its values in eight bits, to b->part. The next chunk's are asked for. */
-static void mix_codes(const Attention *a, Block *b, const Chunk *c, const Chunk *next, long steps, int rows)
+/* The rows' weights of a chunk's keys times its values in eight bits, to b->part. */
+static void mix_codes(const Attention *a, Block *b, const Chunk *c, long steps, int rows)
 {
     long run = a->page < KEYS ? a->page / DEPTH : STEPS, page = a->page, size = a->size;
     for (long k = 0; !tiled(a) && k < steps * DEPTH; k++) {
@@ -338,34 +348,30 @@ static void mix_codes(const Attention *a, Block *b, const Chunk *c, const Chunk 
         if (key < c->end) widen_row(value, codes_of(a->values) + page_of(a, c, key) + key % page * size, a->value_size);
         place_value(b->values, KEYS * DEPTH, k, value, a->value_size);
     }
-    for (long block = 0; block < value_blocks(a) && !tiled(a); block++) {
-        const element *own = b->values + block * KEYS * DEPTH;
-        block_product(b->weights, STEPS * TILE, 1, rows, own, steps, 1, own, 0, b->part[block][0]);
-    }
+    for (long block = 0; block < value_blocks(a) && !tiled(a); block++)
+        multiply(b, b->weights, STEPS * TILE, rows, b->values + block * KEYS * DEPTH, 0, steps, 1, b->part[block][0]);
     for (long s = 0; s < steps && tiled(a); s += run) {
-        long at = c->at + s * DEPTH, other = next->at + s * DEPTH, count = steps - s < run ? steps - s : run;
-        const int8_t *codes = codes_of(a->values) + page_of(a, c, at) + at % page * DEPTH, *ahead = 0;
-        if (other < next->end) ahead = codes_of(a->values) + page_of(a, next, other) + other % page * DEPTH;
-        for (long block = 0; block < value_blocks(a); block++, codes += page * DEPTH, ahead += ahead ? page * DEPTH : 0)
-            cached_product(b->weights + s * LEFT_STEP, STEPS * TILE, rows, codes, count, s == 0, ahead ? ahead : codes,
-                ahead ? 2 * SIDE : 0, b->part[block][0]);
+        long at = c->at + s * DEPTH, count = steps - s < run ? steps - s : run;
+        const int8_t *codes = codes_of(a->values) + page_of(a, c, at) + at % page * DEPTH;
+        for (long block = 0; block < value_blocks(a); block++, codes += page * DEPTH)
+            multiply(b, b->weights + s * LEFT_STEP, STEPS * TILE, rows, codes, 1, count, s == 0, b->part[block][0]);
     }
 }
 
 /* The values of one chunk into the section's sums.
 
    Values that are not finite count as 0, since rows that do not see them multiply them by 0. */
-static void mix_chunk(const Attention *a, Block *b, const Chunk *c, const Chunk *next, int rows)
+static void mix_chunk(const Attention *a, Block *b, const Chunk *c, int rows)
 {
     long steps = parts(c->end - c->at, DEPTH);
     int finite = 1;
-    if (in_codes(a)) mix_codes(a, b, c, next, steps, rows); /* numbers of codes are finite */
+    if (in_codes(a)) mix_codes(a, b, c, steps, rows); /* numbers of codes are finite */
     else {
-        const Values own = take_values(a, b, c), ahead = tiled(a) ? tiled_values(a, next) : (Values){0};
-        finite = mix(a, b, &own, &ahead, steps, rows);
+        const Values own = take_values(a, b, c);
+        finite = mix(a, b, &own, steps, rows);
         if (!finite) {
             const Values clean = clean_values(a, b, c, &own);
-            mix(a, b, &clean, &ahead, steps, rows);
+            mix(a, b, &clean, steps, rows);
         }
     }
     for (long block = 0; block < value_blocks(a); block++)
@@ -461,9 +467,11 @@ static void attend_section(
     clear(sums, value_blocks(a), u->rows);
     for (long at = begin; at < end; at += KEYS) {
         const Chunk c = chunk_of(a, u, at), next = at + KEYS < end ? chunk_of(a, u, at + KEYS) : *after;
-        score(a, b, &c, &next, u->rows);
+        look_ahead(a, b, &next, u->rows);
+        score(a, b, &c, u->rows);
         weigh(a, b, &c, u->rows);
-        mix_chunk(a, b, &c, &next, u->rows);
+        mix_chunk(a, b, &c, u->rows);
+        ask(&b->ahead, b->ahead.end);
     }
 }
 
@@ -493,10 +501,11 @@ static void attend_units(const void *work, Share *share, int member)
 {
     const Attention *a = work;
     Block b;
-    tiles_begin(SIDE, SIDE);
+    int rows = 0;
     for (long number; (number = take(share, member)) >= 0;) {
         const Unit u = unit_of(a, number), then = unit_of(a, number + 1 < units_of(a) ? number + 1 : 0);
         const Chunk first = chunk_of(a, &then, then.begin);
+        if (u.rows != rows) tiles_begin(rows = u.rows, SIDE);
         take_rows(a, &b, &u);
         begin_sums(a, &b.all, &u);
         for (long at = u.begin, end; at < u.end; at = end) {
@@ -550,13 +559,14 @@ static void attend_parts(const void *work, Share *share, int member)
     const Sections *s = work;
     const Attention *a = s->attention;
     Block b;
-    tiles_begin(SIDE, SIDE);
+    int rows = 0;
     for (long number; (number = take(share, member)) >= 0;) {
         const Part p = numbered_part(s, number);
         if (p.begin >= p.end) continue;
         const Part then = numbered_part(s, number + 1 < units_of(a) * s->count ? number + 1 : 0);
         Chunk first = chunk_of(a, &then.unit, then.begin);
         if (then.begin >= then.end) first.end = first.at;
+        if (p.unit.rows != rows) tiles_begin(rows = p.unit.rows, SIDE);
         take_rows(a, &b, &p.unit);
         attend_section(a, &b, &p.unit, p.begin, p.end, p.sums, &first);
     }

@@ -2,8 +2,6 @@
 
 #include "codes.h"
 
-enum { AHEAD = SPD_WIDE ? 6 : 2 };
-
 /* One row x [depth] into its place in a left side, normed by `norm` [depth] where that is given. */
 static void place_row(const element *x, const float *norm, float epsilon, long depth, Left *left)
 {
@@ -49,12 +47,14 @@ static void multiply(
         long bottom = row_blocks < top + ROOM / SIDE ? row_blocks : top + ROOM / SIDE, passes = parts(bottom - top, 2);
         for (long k = 0; k < steps; k += panel) {
             const element *tiles = right + k * 2 * TILE;
-            long deep = steps - k < panel ? steps - k : panel, lines = parts(2 * TILE / DEPTH, passes);
-            const element *next = tiles + (panel == steps ? AHEAD : 2 * deep) * TILE;
+            long deep = steps - k < panel ? steps - k : panel, each = parts(2 * TILE / PLACES * (long)sizeof(element), passes);
+            long bytes = deep * 2 * TILE * (long)sizeof(element);
+            Ahead ahead = {.end = parts(bytes, PLACES)};
+            for (int i = 0; i < PLACES; i++) ahead.from[i] = (const char *)tiles + bytes + i * ahead.end;
             for (long m = top; m < bottom; m += 2)
                 block_product(left + left_row(m * SIDE, steps) + k * LEFT_STEP, steps * TILE, m + 1 < bottom ? 2 : 1,
                     (int)(rows - m * SIDE < WIDTH ? rows - m * SIDE : WIDTH), tiles, deep, k == 0,
-                    next + (m - top) / 2 * deep * lines * DEPTH, lines, sums + (m - top) * SIDE * WIDTH);
+                    &ahead, each, sums + (m - top) * SIDE * WIDTH);
         }
         long first = top * SIDE, last = rows < bottom * SIDE ? rows : bottom * SIDE;
         finish(ending, sums, block, first, last - first);

@@ -14,6 +14,23 @@ enum { DEPTH = 32, TILE = SIDE * DEPTH, LINE = 64 / sizeof(element) };
 /* Keys that attention reads at a time. */
 enum { KEYS = 128, STEPS = KEYS / DEPTH };
 
+/* Memory that is asked for while products are summed: `end` bytes from each of a few places on, since a processor that
+   follows several pages at once does not wait at the beginning of each. `due` of them should be asked for by now, `at`
+   were. */
+enum { PLACES = 4, LINE_BYTES = 64 };
+typedef struct {
+    const char *from[PLACES];
+    long at, due, end;
+} Ahead;
+
+/* Ask for so many bytes more of each place, unless all were. */
+INLINE void ask(Ahead *x, long bytes)
+{
+    x->due = x->due + bytes < x->end ? x->due + bytes : x->end;
+    for (; x->at < x->due; x->at += LINE_BYTES)
+        for (int i = 0; i < PLACES; i++) __builtin_prefetch(x->from[i] + x->at, 0, 2);
+}
+
 static inline long parts(long count, long size) { return (count + size - 1) / size; }
 
 /* Where in a right-side tile the element of a column at depth d lies. */
@@ -22,8 +39,8 @@ static inline int tile_place(int d, int column)
     return sizeof(element) == sizeof(float) ? d * SIDE + column : d / 2 * DEPTH + column * 2 + d % 2;
 }
 
-/* The same of a tile of codes, [32][16] where no pairs are multiplied. */
-static inline int code_place(int d, int column) { return SPD_PAIRS ? tile_place(d, column) : d * SIDE + column; }
+/* The same of a tile of codes, [32][16]. */
+static inline int code_place(int d, int column) { return d * SIDE + column; }
 
 #if SPD_PAIRS && defined(__AMX_BF16__) && defined(__AMX_TILE__) && !defined(SPD_NO_AMX)
 #define SPD_AMX 1

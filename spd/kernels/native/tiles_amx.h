@@ -27,12 +27,11 @@ static inline void tiles_end(void) { _tile_release(); }
 static inline double tile_time(long rows) { return 30.0 + 8.0 * (double)parts(rows, SIDE); }
 
 /* Add to c [blocks * 16][32], or write there where `fresh`, one or two blocks of 16 rows a [steps] tiles, `apart`
-   elements from each other, times b [steps][2] tiles. Meanwhile `lines` of 32 elements a step are asked for, from
-   `next` on. */
+   elements from each other, times b [steps][2] tiles. Meanwhile `bytes` of each place are asked for in a step. */
 static inline void block_product(const bf16 *a, long apart, int blocks, int rows, const bf16 *b, long steps,
-    int fresh, const bf16 *next, long lines, float *c)
+    int fresh, Ahead *ahead, long bytes, float *c)
 {
-    const int near = lines == 2 * SIDE;
+    Ahead next = *ahead;
     (void)rows;
     WRITTEN();
     if (fresh) {
@@ -51,13 +50,11 @@ static inline void block_product(const bf16 *a, long apart, int blocks, int rows
         }
     }
     for (long k = 0; k < steps; k++, b += 2 * TILE) {
-        if (near)
-            for (long i = 0; i < 2 * SIDE; i++, next += DEPTH) _mm_prefetch((const char *)next, _MM_HINT_T0);
-        else
-            for (long i = 0; i < lines; i++, next += DEPTH) _mm_prefetch((const char *)next, _MM_HINT_T1);
+        ask(&next, bytes / 2);
         _tile_loadd(4, a + k * TILE, 64);
         _tile_loadd(6, b, 64);
         _tile_dpbf16ps(0, 4, 6);
+        ask(&next, bytes / 2);
         _tile_loadd(7, b + TILE, 64);
         _tile_dpbf16ps(1, 4, 7);
         if (blocks == 2) {
@@ -66,6 +63,7 @@ static inline void block_product(const bf16 *a, long apart, int blocks, int rows
             _tile_dpbf16ps(3, 5, 7);
         }
     }
+    *ahead = next;
     _tile_stored(0, c, 128);
     _tile_stored(1, c + SIDE, 128);
     if (blocks == 2) {

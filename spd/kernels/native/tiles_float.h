@@ -51,17 +51,17 @@ INLINE vec weights_at(const void *tile, int j, int second, const int coded)
 /* Add to c [count][32], or write there where `fresh`, `count` rows `apart` from a on times b [steps][2] tiles, of which
    `sides` are read. */
 INLINE void rows_product(const Left *a, long apart, const int count,
-    const int sides, const void *b, const int coded, long steps, int fresh, const void *next, long lines, float *c)
+    const int sides, const void *b, const int coded, long steps, int fresh, Ahead *ahead, long bytes, float *c)
 {
     vec sums[MOST_ROWS][2];
+    Ahead next = *ahead;
     for (int r = 0; r < count; r++)
         for (int side = 0; side < sides; side++)
             sums[r][side] = fresh ? vzero() : loadf(c + r * 32 + side * SIDE, SIDE);
-    for (long k = 0; k < steps; k++, a += DEPTH, b = moved(b, 2 * TILE, coded), next = moved(next, lines * DEPTH, coded))
+    for (long k = 0; k < steps; k++, a += DEPTH, b = moved(b, 2 * TILE, coded))
 #pragma GCC unroll 2
         for (int j = 0; j < SIDE; j++) {
-            for (int i = 0; 2 * j < lines && i < 2 * DEPTH; i += coded ? 64 : LINE)
-                __builtin_prefetch(moved(next, 2 * j * DEPTH + i, coded), 0, 3);
+            if (j % 4 == 0) ask(&next, bytes / 4);
 #pragma GCC unroll 2
             for (int second = 0; second < 2; second++) {
                 vec weights[2];
@@ -72,16 +72,17 @@ INLINE void rows_product(const Left *a, long apart, const int count,
                 }
             }
         }
+    *ahead = next;
     for (int r = 0; r < count; r++)
         for (int side = 0; side < sides; side++) storef(c + r * 32 + side * SIDE, SIDE, sums[r][side]);
 }
 
 /* Add to c [rows][32], or write there where `fresh`, up to two blocks of 16 rows, `apart` elements from each other, times
-   b [steps][2] tiles. Meanwhile `lines` of 32 elements a step are asked for, from `next` on. */
+   b [steps][2] tiles. Meanwhile `bytes` of each place are asked for in a step. */
 INLINE void sides_product(const Left *a, long apart, int rows, const void *b, const int coded, long steps, int fresh,
-    const void *next, long lines, float *c)
+    Ahead *ahead, long bytes, float *c)
 {
-    long row = apart / SIDE, groups = parts(rows, MOST_ROWS), each = parts(lines, groups);
+    long row = apart / SIDE, groups = parts(rows, MOST_ROWS), each = parts(bytes, groups);
     for (int first = 0, count; first < rows; first += count, groups--) {
         count = (int)parts(rows - first, groups);
         const Left *from = a + first * row;
@@ -89,12 +90,12 @@ INLINE void sides_product(const Left *a, long apart, int rows, const void *b, co
 #define ROWS(n) \
     case n: \
         if (n <= NARROW) { \
-            rows_product(from, row, n, 2, b, coded, steps, fresh, next, each, to); \
+            rows_product(from, row, n, 2, b, coded, steps, fresh, ahead, each, to); \
             break; \
         } \
         for (int side = 0; side < 2; side++) \
             rows_product(from, row, n, 1, moved(b, side * TILE, coded), coded, steps, fresh, \
-                moved(next, side * (each / 2) * steps * DEPTH, coded), each / 2, to + side * SIDE); \
+                ahead, parts(each, 2), to + side * SIDE); \
         break;
         switch (count) {
             ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
@@ -102,7 +103,6 @@ INLINE void sides_product(const Left *a, long apart, int rows, const void *b, co
             ROWS(7) ROWS(8)
 #endif
         }
-        next = moved(next, each * steps * DEPTH, coded);
     }
 }
 
@@ -156,15 +156,15 @@ static inline void number_product(const Left *a, long apart, int rows, const Num
 }
 
 static inline void block_product(const Left *a, long apart, int blocks, int rows, const element *b, long steps,
-    int fresh, const element *next, long lines, float *c)
+    int fresh, Ahead *ahead, long bytes, float *c)
 {
     (void)blocks;
-    sides_product(a, apart, rows, b, 0, steps, fresh, next, lines, c);
+    sides_product(a, apart, rows, b, 0, steps, fresh, ahead, bytes, c);
 }
 
 /* The same of one block of rows with codes. */
 static inline void cached_product(const Left *a, long apart, int rows, const int8_t *b, long steps, int fresh,
-    const int8_t *next, long lines, float *c)
+    Ahead *ahead, long bytes, float *c)
 {
-    sides_product(a, apart, rows, b, 1, steps, fresh, next, lines, c);
+    sides_product(a, apart, rows, b, 1, steps, fresh, ahead, bytes, c);
 }

@@ -30,21 +30,26 @@ static inline void number_product(const Left *a, long apart, int rows, const Num
     int fresh, float *c)
 {
     (void)from, (void)to;
-    block_product(a, apart, rows > SIDE ? 2 : 1, rows, b, steps, fresh, b, 0, c);
+    Ahead nothing = {0};
+    block_product(a, apart, rows > SIDE ? 2 : 1, rows, b, steps, fresh, &nothing, 0, c);
 }
 
 /* Few rows go through a block in one pass, more through parts of it of so many steps. */
 static inline long panel_of(long rows, long steps) { return rows > (SPD_AMX ? 64 : 32) ? 8 : rows > 32 ? 32 : steps; }
 
 /* Add to c [rows][32], or write there where `fresh`, one block of 16 rows times b [steps][2] tiles of codes, which are
-   widened to elements first. Meanwhile `lines` of 32 codes a step are asked for, from `next` on. */
+   widened to elements first. Meanwhile `bytes` of each place are asked for in a step. */
 static inline void cached_product(const Left *a, long apart, int rows, const int8_t *b, long steps, int fresh,
-    const int8_t *next, long lines, float *c)
+    Ahead *ahead, long bytes, float *c)
 {
-    bf16 wide[2 * TILE] __attribute__((aligned(64)));
-    for (long s = 0; s < steps; s++, b += 2 * TILE, next += lines * DEPTH) {
-        for (long i = 0; i < lines * DEPTH; i += 64) __builtin_prefetch(next + i, 0, 2);
-        for (long i = 0; i < 2 * TILE; i += DEPTH) widen_codes(wide + i, b + i);
-        block_product(a + s * LEFT_STEP, apart, 1, rows, wide, 1, fresh && s == 0, wide, 0, c);
+    enum { PANEL = 4 };
+    bf16 wide[PANEL * 2 * TILE] __attribute__((aligned(64)));
+    for (long s = 0, count; s < steps; s += count, b += count * 2 * TILE) {
+        count = steps - s < PANEL ? steps - s : PANEL;
+        for (long i = 0; i < count * 2 * TILE; i += DEPTH) {
+            if (i % (TILE / 4) == 0) ask(ahead, bytes / 16);
+            storei(wide + i, pairs_of_codes(b + i));
+        }
+        block_product(a + s * LEFT_STEP, apart, 1, rows, wide, count, fresh && s == 0, ahead, bytes / 2, c);
     }
 }

@@ -48,6 +48,15 @@ INLINE void widen_codes(bf16 *to, const int8_t *from)
 #endif
 }
 
+#if SPD_PAIRS
+/* Codes of 16 columns at one depth, and of the same at the next, as pairs of bfloat16. */
+INLINE __m512i pairs_of_codes(const int8_t *p)
+{
+    __m512i first = _mm512_castps_si512(of_codes(p)), second = _mm512_castps_si512(of_codes(p + SIDE));
+    return _mm512_mask_mov_epi16(second, 0x55555555, _mm512_srli_epi32(first, 16));
+}
+#endif
+
 static inline float vsum(vec x) { return _mm512_reduce_add_ps(x); }
 static inline float vtop(vec x) { return _mm512_reduce_max_ps(x); }
 static inline float vfirst(vec x) { return _mm512_cvtss_f32(x); }
