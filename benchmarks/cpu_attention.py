@@ -1,7 +1,7 @@
 """How near the C kernels' attention comes to the memory's read rate, and what it does in caches.
 
     python -m benchmarks.cpu_attention [--shapes 0.35B,...] [--contexts 128,...] [--rows 1,...]
-                                       [--threads 1,2] [--repetitions 60] [--out FILE]
+                                       [--threads 1,2] [--kv auto,int8] [--repetitions 60] [--out FILE]
 
 Keys and values come from memory: a pass runs many layers, whose pages together are larger than any cache.
 "cold" is that pass's share of the read rate of a plain reader with as many threads, measured in the same
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import subprocess
@@ -25,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParam
 from spd.kernels.native.build import find_compiler
 from spd.kernels.native.calls import Step
 from spd.kernels.native.library import NativeKernels, open_library
-from spd.runtime.round.kv_cache import KvCache, lazy_zeros
+from spd.runtime.round.kv_cache import lazy_zeros
 
 SCHEMA = "spd.benchmarks.cpu_attention/1"
 PAGE = 64
@@ -64,10 +64,11 @@ class Shape:
     size: int
     sliding: int = 0
 
-    def seen_bytes(self, context: int, rows: int) -> int:
+    def seen_bytes(self, context: int, rows: int, kv: str) -> int:
         """Return the bytes of the keys and values that the last `rows` rows of a context see."""
         seen = min(context, self.sliding + rows - 1) if self.sliding else context
-        return 4 * seen * self.kv_heads * self.size
+        entry = self.size + 2 if kv == "int8" else 2 * self.size
+        return 2 * seen * self.kv_heads * entry
 
 
 SHAPES = {
@@ -87,6 +88,7 @@ class Figure:
     context: int
     rows: int
     threads: int
+    kv: str  # "int8" for a cache in eight bits
     gigabytes: float  # a second, from memory
     cold: float  # share of the read rate
     warm: float  # share of the read rate, from one page
@@ -138,23 +140,30 @@ def read_rate(repetitions: int, threads: int) -> float:
 class Passes:
     """Passes over many layers of one shape, each with its own pages in one pair of pools."""
 
-    def __init__(self, kernels: NativeKernels, shape: Shape, context: int, rows: int) -> None:
+    def __init__(
+        self, kernels: NativeKernels, shape: Shape, context: int, rows: int, kv: str
+    ) -> None:
         self.kernels = kernels
         self.shape = shape
+        self.kv = kv
         self.context = context
         self.rows = rows
         self.pages = -(-context // PAGE)
         first_seen = max(0, context - rows - shape.sliding + 1) if shape.sliding else 0
         self.unseen = first_seen // PAGE
         """Pages before the sliding window, which are never read."""
-        self.layers = -(-COLD_BYTES // shape.seen_bytes(context, rows))
-        layout = SimpleNamespace(cache=((shape.kv_heads, shape.size),) * 2)
-        count = self.layers * (self.pages - self.unseen) + 1
-        cache = KvCache([layout], count, PAGE, torch.bfloat16, "cpu")  # type: ignore[list-item]
-        self.pools = cache.layers[0].keys_and_values
-        entry = torch.randn(PAGE, shape.kv_heads, shape.size, dtype=torch.bfloat16)
+        self.layers = -(-COLD_BYTES // shape.seen_bytes(context, rows, kv))
+        entries = (self.layers * (self.pages - self.unseen) + 1, PAGE, shape.kv_heads)
+        dtype = torch.int8 if kv == "int8" else torch.bfloat16
+        self.pools: tuple[Tensor, ...] = tuple(
+            lazy_zeros((*entries, shape.size), dtype, "cpu") for _ in range(2)
+        )
+        entry = torch.randn(PAGE, shape.kv_heads, shape.size)
         for pool in self.pools:
-            pool.copy_(entry)
+            pool.copy_((40 * entry).clamp(-127, 127) if kv == "int8" else entry)
+        if kv == "int8":
+            scales = [lazy_zeros(entries, torch.float16, "cpu").fill_(1 / 40) for _ in range(2)]
+            self.pools = (*self.pools, *scales)
 
     def calls(self, cold: bool) -> list[Callable[[], object]]:
         """Return a pass's calls: of pages in order, or of tables with one page."""
@@ -192,15 +201,17 @@ class Passes:
 def measure(passes: Passes, name: str, threads: int, rate: float, repetitions: int) -> Figure:
     """Return what passes reach, as shares of the read rate."""
     shape = passes.shape
-    nbytes = passes.layers * shape.seen_bytes(passes.context, passes.rows)
+    nbytes = passes.layers * shape.seen_bytes(passes.context, passes.rows, passes.kv)
     cold = passes.seconds(True, threads, repetitions)
     warm = passes.seconds(False, threads, repetitions)
-    products = nbytes / 2 * passes.rows * shape.heads / shape.kv_heads
+    elements = passes.layers * shape.seen_bytes(passes.context, passes.rows, "auto") / 2
+    products = elements * passes.rows * shape.heads / shape.kv_heads
     return Figure(
         shape=name,
         context=passes.context,
         rows=passes.rows,
         threads=threads,
+        kv=passes.kv,
         gigabytes=nbytes / cold / 1e9,
         cold=nbytes / cold / rate,
         warm=nbytes / warm / rate,
@@ -218,6 +229,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=numbers, default=[128, 1024, 3500, 8192, 16384])
     parser.add_argument("--rows", type=numbers, default=[1, 4, 8, 16])
     parser.add_argument("--threads", type=numbers, default=[1, 2])
+    parser.add_argument("--kv", type=lambda text: text.split(","), default=["auto"])
     parser.add_argument("--repetitions", type=int, default=60)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -226,19 +238,19 @@ def main() -> None:
     for threads, rate in rates.items():
         print(f"{kernels.instructions}: {threads} threads read {rate / 1e9:.1f} GB/s", flush=True)
     figures = []
-    for name in options.shapes:
-        for context in options.contexts:
-            for rows in options.rows:
-                passes = Passes(kernels, SHAPES[name], context, rows)
-                for threads in options.threads:
-                    figure = measure(passes, name, threads, rates[threads], options.repetitions)
-                    figures.append(asdict(figure))
-                    print(
-                        f"{name:21} {context:6} keys {rows:3} rows {threads} threads:"
-                        f" {figure.gigabytes:5.1f} GB/s, cold {figure.cold:.2f}, warm {figure.warm:.2f},"
-                        f" {figure.products:4.0f} products/ns",
-                        flush=True,
-                    )
+    for name, context, rows, kv in itertools.product(
+        options.shapes, options.contexts, options.rows, options.kv
+    ):
+        passes = Passes(kernels, SHAPES[name], context, rows, kv)
+        for threads in options.threads:
+            figure = measure(passes, name, threads, rates[threads], options.repetitions)
+            figures.append(asdict(figure))
+            print(
+                f"{name:21} {context:6} keys {rows:3} rows {threads} threads, {kv}:"
+                f" {figure.gigabytes:5.1f} GB/s, cold {figure.cold:.2f}, warm {figure.warm:.2f},"
+                f" {figure.products:4.0f} products/ns",
+                flush=True,
+            )
     if options.out:
         head = {"schema": SCHEMA, **describe_commit(), "machine": describe_machine()}
         result = {**head, "read_bytes_per_second": rates, "figures": figures}
