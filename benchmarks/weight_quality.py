@@ -44,9 +44,28 @@ from spd.runtime.round.rows import PromptPart, SlotView
 
 SCHEMA = "spd.benchmarks.weight_quality/1"
 MODULES = (
-    *("argparse", "textwrap", "heapq", "csv", "bisect", "shlex", "string", "calendar", "ast"),
-    *("configparser", "difflib", "doctest", "inspect", "tarfile", "zipfile", "typing"),
-    *("subprocess", "pathlib", "mailbox", "optparse", "smtplib", "_pydecimal", "datetime"),
+    "argparse",
+    "ast",
+    "bisect",
+    "calendar",
+    "configparser",
+    "csv",
+    "datetime",
+    "difflib",
+    "doctest",
+    "heapq",
+    "inspect",
+    "mailbox",
+    "optparse",
+    "pathlib",
+    "shlex",
+    "smtplib",
+    "string",
+    "subprocess",
+    "tarfile",
+    "textwrap",
+    "typing",
+    "zipfile",
 )
 """Modules of the standard library whose sources are the text."""
 ROWS = 64
@@ -169,16 +188,16 @@ def write_off_grid(source: Path, out: Path) -> None:
     transformers = import_module("transformers")
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(out.with_suffix(".gguf"), architecture)
+    writer = gguf.GGUFWriter(out.with_name(f"{out.name}.gguf"), architecture)
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
-            kind, *inner = field.types
-            writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
     generator = torch.Generator().manual_seed(SEED)
     types = gguf.GGMLQuantizationType
     for tensor in reader.tensors:
         values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        values = values.view(*map(int, reversed(tensor.shape)))
+        values = values.view([int(size) for size in reversed(tensor.shape)])
         if tensor.tensor_type == types.F32:
             writer.add_tensor(tensor.name, values.numpy(), raw_dtype=types.F32)
         else:
@@ -188,14 +207,14 @@ def write_off_grid(source: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    options = {"gguf_file": f"{out.name}.gguf"}
+    name = f"{out.name}.gguf"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        out.parent, dtype=torch.bfloat16, **options
+        out.parent, gguf_file=name, dtype=torch.bfloat16
     )
     del model.config.quantization_config  # its values are multiplied out
     model.hf_quantizer = None
     model.save_pretrained(out)
-    transformers.AutoTokenizer.from_pretrained(out.parent, **options).save_pretrained(out)
+    transformers.AutoTokenizer.from_pretrained(out.parent, gguf_file=name).save_pretrained(out)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -209,7 +228,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args(words)
     if arguments.off_grid is not None:
-        write_off_grid(*arguments.off_grid)
+        write_off_grid(arguments.off_grid[0], arguments.off_grid[1])
     if arguments.folder is None:
         return 0
     demo = arguments.folder in DEMOS

@@ -9,7 +9,7 @@ from pathlib import Path
 from spd.formats.folder import ModelFolder
 from spd.runtime import EngineConfig
 from spd.runtime.plan.machine import Machine
-from spd.runtime.plan.memory import EngineShape, measure, page_bytes, state_bytes
+from spd.runtime.plan.memory import EngineShape, measure_memory, page_bytes, state_bytes
 from spd.runtime.plan.memory_fit import find_largest, with_context
 from spd.runtime.plan.plan import resolve_plan
 from spd.runtime.round.limits import PAGE_SIZE
@@ -48,7 +48,9 @@ def usable_bytes(card: int) -> int:
 def longest_context(shape: EngineShape, card: int) -> str:
     """Return the longest context that fits, in multiples of 1,024 tokens."""
     context = find_largest(
-        lambda ctx: measure(with_context(shape, ctx)).total <= usable_bytes(card), shape.ctx, STEP
+        lambda ctx: measure_memory(with_context(shape, ctx)).total <= usable_bytes(card),
+        shape.ctx,
+        STEP,
     )
     return f"{context // STEP}K" if context else "no"
 
@@ -59,7 +61,7 @@ def count_cards(folder: ModelFolder, weights: int) -> str:
         ranks
         for ranks in RANKS
         if weights / ranks < usable_bytes(CARD_GIB[-1])
-        and measure(with_context(plan_shape(folder, ranks), CONTEXT)).total
+        and measure_memory(with_context(plan_shape(folder, ranks), CONTEXT)).total
         <= usable_bytes(CARD_GIB[-1])
     )
     return str(next(fitting_counts))
@@ -71,7 +73,7 @@ def make_rows() -> Iterator[tuple[str, ...]]:
         with tempfile.TemporaryDirectory() as parent:
             folder = ModelFolder(write_published(Path(parent), RELEASES[name]))
             shape = plan_shape(folder)
-            need = measure(shape)
+            need = measure_memory(shape)
             states = state_bytes(folder.config)
             tokens = page_bytes(folder.config, "bfloat16") / PAGE_SIZE
             yield (
