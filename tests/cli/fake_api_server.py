@@ -34,6 +34,8 @@ class FakeServer:
     models: list[str] = field(default_factory=lambda: ["tiny"])
     drafts: tuple[int, int] | None = (8, 5)
     """Drafted and accepted tokens of a reply with speculation on, if they are reported."""
+    counters: Callable[[FakeServer], bytes] | None = None
+    """Returns what `/metrics` answers, if there is such a path."""
     key: str | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
@@ -76,8 +78,12 @@ class Handler(BaseHTTPRequestHandler):
         """Write no log."""
 
     def do_GET(self) -> None:
-        """List the models."""
+        """List the models, or send the counters."""
         fake: FakeServer = self.server.fake  # type: ignore[attr-defined]
+        if self.path == "/metrics":
+            counters = fake.counters
+            send(self, counters(fake) if counters else b"", 200 if counters else 404)
+            return
         send_json(self, {"data": [{"id": name} for name in fake.models]})
 
     def do_POST(self) -> None:

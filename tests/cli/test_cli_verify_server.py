@@ -127,6 +127,31 @@ def test_a_server_that_lies_in_company_alone_is_seen(verify) -> None:
     assert "found lie w" in ran.text and "token 3" in ran.text and "margin 0.25" in ran.text
 
 
+def count_drafts(server: FakeServer) -> bytes:
+    """Return counters as vLLM has them, begun by other requests: of two models, and of times."""
+    number = sum(body["draft"] for body in server.bodies)
+    return b"""# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tiny"} %d.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="tiny"} 1e+02
+vllm:spec_decode_num_draft_tokens_created{engine="0",model_name="tiny"} 1.79e+09
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="tiny"} %d.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="tiny"} NaN
+""" % (1000 + 8 * number, 500 + 5 * number)
+
+
+@pytest.mark.parametrize("drafts", [None, (4, 1)])
+def test_drafts_are_those_of_replies_or_of_the_servers_counters(verify, drafts: Any) -> None:
+    fake = FakeServer(drafts=drafts, counters=count_drafts)
+    ran = verify(fake, "-n", 8, "--temperature", 0, "--concurrency", 1, "--json")
+    expected = drafts or (8, 5)
+    number = len(fake.bodies) // 2
+    assert number and ran.code == 0, ran
+    assert ran.json["drafts"] == {
+        "drafted": number * expected[0],
+        "accepted": number * expected[1],
+    }
+
+
 def test_two_servers_are_compared(spd_run) -> None:
     """The model's name may be given, and the key comes from the environment."""
     with serving(FakeServer()) as off, serving(FakeServer(models=["a", "b"])) as on:

@@ -219,6 +219,16 @@ def test_a_load_with_a_grammar_times_lookup_alone_and_plain_rounds(cap: int, k: 
     assert [length.choose_k() for _ in expected] == expected
 
 
+def test_the_round_behind_a_prompt_is_not_timed() -> None:
+    """Caches are cold there, so it would make rounds without drafts look dear in short replies."""
+    engine = make_engine(demo_folder(), spec="mtp", adaptive=True, slots=1)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    runs = run_all(engine, random_prompts(2, 20, 256), [params] * 2)
+    rounds = sum(run.metrics.rounds for run in runs)
+    timed = sum(map(len, engine.draft_length.times.verify.values()))
+    assert timed == rounds - len(runs) > 0
+
+
 def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_nearest() -> None:
     length = DraftLength(6, adaptive=True)
     length.set_requests([(Acceptance(), 6)])

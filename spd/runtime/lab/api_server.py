@@ -11,8 +11,9 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -31,6 +32,11 @@ MAX_WAIT_SECONDS = 30.0
 """A busy server is asked again after what its `Retry-After` says, at most so long and so often."""
 MESSAGE_LENGTH = 200
 """Characters of a server's own message that are shown."""
+DRAFT_COUNTERS = {
+    b"vllm:spec_decode_num_draft_tokens_total": "drafted",
+    b"vllm:spec_decode_num_accepted_tokens_total": "accepted",
+}
+"""What servers that count drafts for all requests together call them at `/metrics`: vLLM."""
 TOP_LOGPROBS = 20
 """Likeliest tokens that are asked for at each position: the most that the API allows."""
 
@@ -112,6 +118,21 @@ class ApiServer:
             entries=_token_entries(value_at(choice, "logprobs.content")),
         )
 
+    def read_draft_counts(self) -> Counter[str]:
+        """Read how many drafts the server has counted so far, of all requests; empty if none.
+
+        Counters stand beside the API, at `/metrics` of the same address.
+        """
+        counts = Counter[str]()
+        with suppress(SpdError):  # few servers have them, and nothing depends on it
+            status, _, data = self._exchange("GET", "/metrics", None, root="")
+            for line in data.splitlines() if status == 200 else ():
+                name = DRAFT_COUNTERS.get(line.partition(b"{")[0].partition(b" ")[0])
+                with suppress(ValueError, OverflowError):
+                    if name is not None:
+                        counts[name] += max(0, int(float(line.rpartition(b" ")[2])))
+        return counts
+
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None = None
     ) -> dict[str, object]:
@@ -137,22 +158,27 @@ class ApiServer:
         return answer
 
     def _exchange(
-        self, method: str, path: str, body: Mapping[str, object] | None
+        self, method: str, path: str, body: Mapping[str, object] | None, root: str | None = None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Send one request; return status, headers and body of its answer. Raises NetworkError."""
+        """Send one request; return status, headers and body of its answer. Raises NetworkError.
+
+        root: what the path is below; None: the API's, whose replies may take long.
+        """
+        seconds = REPLY_SECONDS if root is None else CONNECT_SECONDS
         headers = dict(self._headers)
         if body is not None:
             headers["Content-Type"] = "application/json"
         connection = self._connect()
-        deadline = time.monotonic() + REPLY_SECONDS
+        deadline = time.monotonic() + seconds
         # The timeout of a socket holds for each packet, so a server could send one byte at a time.
-        timer = threading.Timer(REPLY_SECONDS, connection.sock.shutdown, (socket.SHUT_RDWR,))
+        timer = threading.Timer(seconds, connection.sock.shutdown, (socket.SHUT_RDWR,))
         timer.daemon = True
         timer.start()
         try:
             with closing(connection):
                 data = None if body is None else json.dumps(body).encode()
-                connection.request(method, self._path + path, data, headers)
+                place = (self._path if root is None else root) + path
+                connection.request(method, place, data, headers)
                 response = connection.getresponse()
                 answer = response.status, response.headers, self._read_body(response, path)
             if time.monotonic() >= deadline:  # a connection that is shut looks like an end
@@ -160,7 +186,7 @@ class ApiServer:
             return answer
         except (OSError, http.client.HTTPException) as error:
             if time.monotonic() >= deadline:
-                reason = f"no whole reply within {REPLY_SECONDS:g} s"
+                reason = f"no whole reply within {seconds:g} s"
                 fix = ["a smaller -n, or --concurrency 1"]
                 raise self._network_error(path, reason, fix) from None
             fault = str(error) or type(error).__name__

@@ -218,10 +218,14 @@ class ServerCheck:
 
         Raises SpdError for a server that fails; what came until then stays in the settings.
         """
+        server = self._targets["on"].server
+        counts = server.read_draft_counts()
         for setting in self.settings:
             self._ask_all(setting, setting.questions, setting.replies, REPLIES, watch)
             changed = setting.changed()[:FRESH_QUESTIONS]
             self._ask_all(setting, changed, setting.fresh, FRESH_REPLIES, watch)
+        if not self.drafts["on"]["drafted"]:  # no reply has said how many it had
+            self.drafts["on"] = server.read_draft_counts() - counts
 
     def ask(self, question: Question, mode: Mode, **fields: object) -> ApiReply:
         """Send a question to the server of a mode, and return its reply.
