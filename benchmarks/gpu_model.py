@@ -107,6 +107,19 @@ PARTIAL_BYTES = 4 * (128 + 2)
 """A row's float32 sums of a chunk, its maximum and its sum of weights."""
 CODE_INSTRUCTIONS = 2 * 916
 """Instructions a warp of 128 codes' keys and values, of which the loop takes 64 at a time."""
+ROTARY_LAUNCH = 2.03
+"""A launch that rotates one row's heads and writes its keys and values, as measured."""
+ROTATED_HEADS = 16
+"""Heads that a program rotates at a time."""
+ROTATED_INSTRUCTIONS = {"queries": 375, "keys": 570}
+"""Instructions a warp of so many heads, as counted in the program for sm_90."""
+ROTATED_WAIT = 0.4
+"""Angles that are found by positions, and queries that are written and read again."""
+
+
+def rotation_time(kind: str, heads: int, programs: int) -> float:
+    """Return the time in which programs that share a processor rotate so many heads each."""
+    return programs * ROTATED_INSTRUCTIONS[kind] * -(-heads // ROTATED_HEADS) / CLOCK
 
 
 @dataclass(frozen=True)
@@ -144,22 +157,26 @@ class AttentionModel:
 
     combining_rate: float = 0.0
     """Bytes a microsecond of partial sums that one program combines; 0: a launch does."""
+    rotates: bool = False
+    """True where each run rotates its queries first, and a slot's last run its keys."""
 
     def time(self, slots: int, context: int, rows: int = 1) -> float:
         """Return the time of `slots` requests of `context` keys each, `rows` queries of each."""
         chunks = self.chunks(context)
-        best = min(self._run_time(chunks, slots, 2**step) for step in range(self.max_run))
+        best = min(self._run_time(chunks, slots, 2**step, rows) for step in range(self.max_run))
         if self.combining_rate:
             best += rows * QUERY_HEADS * len(chunks) * PARTIAL_BYTES / self.combining_rate
         return best
 
-    def _run_time(self, chunks: Sequence[int], slots: int, run: int) -> float:
+    def _run_time(self, chunks: Sequence[int], slots: int, run: int, rows: int) -> float:
         """Return the time without combining, of runs of so many chunks."""
         runs = [chunks[first : first + run] for first in range(0, len(chunks), run)]
         count = len(runs) * slots * self.heads
         block = self.block
+        sharing = 2
         if count <= H200.processors:  # no two programs share a processor
             block = count * self.block_bytes / STREAM_RATE
+            sharing = 1
         launch = self.launch + (self.ramp if count > self.programs else 0.0)
         run_costs = [
             self.item
@@ -167,6 +184,10 @@ class AttentionModel:
             + sum(block * -(-keys // 128) for keys in sizes)
             for sizes in runs
         ]
+        if self.rotates:
+            queries = ROTATED_WAIT + rotation_time("queries", rows * QUERY_HEADS, sharing)
+            run_costs = [cost + queries for cost in run_costs]
+            run_costs[-1] += rotation_time("keys", rows, sharing)
         costs = sorted(run_costs * (slots * self.heads), reverse=True)
         if not self.counter:
             return launch + max(
@@ -244,6 +265,8 @@ PLANNED_ATTENTION = replace(
     combining_rate=112e3,
 )
 """Runs of chunks in one loop, by a counter, combined by the last arriver."""
+ROTATING_ATTENTION = replace(PLANNED_ATTENTION, rotates=True)
+"""The same with the rotation before it, which was a launch."""
 CODE_ATTENTION = replace(
     PLANNED_ATTENTION,
     max_run=2,
@@ -334,6 +357,19 @@ def code_lines() -> str:
     return "\n".join(lines)
 
 
+def rotary_lines() -> str:
+    """Return a line for each context: rotation and attention in two launches and in one."""
+    lines = []
+    for slots, context, rows in itertools.product((1, 16), (1024, 4096, 32768), (1, 5)):
+        two_us = ROTARY_LAUNCH + PLANNED_ATTENTION.time(slots, context, rows)
+        one_us = ROTATING_ATTENTION.time(slots, context, rows)
+        lines.append(
+            f"rotary_attention {slots} slots {context}, {rows} rows: {two_us:.1f} us by two "
+            f"launches, {one_us:.1f} us by one"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -343,7 +379,7 @@ def main() -> None:
     report = json.loads(parser.parse_args().report.read_text(encoding="utf-8"))
     print(f"{report['gpu']}, commit {report['commit'][:8]}\n")
     print(table(list(cases(report))))
-    print(f"\n{code_lines()}")
+    print(f"\n{code_lines()}\n\n{rotary_lines()}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,12 @@ from torch import Tensor
 from benchmarks.gpu_suite.block_weights import draw_blocks
 from benchmarks.gpu_suite.graph_timer import Call, Timer
 from benchmarks.gpu_suite.shapes import Shape
-from spd.kernels.attention.paged_attention import AttentionHeads, AttentionParams, Windows
+from spd.kernels.attention.paged_attention import (
+    AttentionHeads,
+    AttentionParams,
+    AttentionPlan,
+    Windows,
+)
 from spd.kernels.attention.rotary_store import RotatedRows
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.skinny_linear import Draw, Norm
@@ -338,6 +343,48 @@ def rotary_case(bench: Bench, heads: AttentionHeads, rows: Sequence[int]) -> Row
             bench.kernels.rotary_store, qkv, rotated, weight, EPSILON, pools, heads.num_heads
         )
         table_rows[str(count)] = bench.row([call], None)
+    return table_rows
+
+
+def rotary_attention_case(
+    bench: Bench, heads: AttentionHeads, slots: int, context: int, rows: Sequence[int]
+) -> Rows:
+    """Measure windows at a context's end from their projection on, against two operations."""
+    kernels = bench.kernels
+    table_rows = Rows()
+    device = bench.timer.device
+    size = heads.head_dim
+    nbytes = slots * context * 2 * heads.num_kv_heads * _entry_bytes(heads)
+    pools = Pools.build(bench, heads, slots, context, bench.timer.copies(nbytes))
+    params = AttentionParams(size**-0.5)
+    cos = bench.normal(context, size)
+    sin = bench.normal(context, size)
+    weight = bench.normal(heads.num_heads + heads.num_kv_heads, size)
+    for width in rows:
+        positions = (torch.arange(width, device=device) + context - width).repeat(slots, 1)
+        page = pools.page_table.gather(1, positions // PAGE)
+        slot_rows = (page * PAGE + positions % PAGE).flatten()
+        rotated = RotatedRows(cos, sin, positions.flatten(), slot_rows)
+        valid = torch.ones_like(positions, dtype=torch.bool)
+        window = Windows(positions, valid, pools.page_table, [context] * slots, [None] * slots)
+        plan = kernels.plan_attention(window, heads, PAGE, bench.dtype)
+        qkv = bench.normal(slots, width, (heads.num_heads + 2 * heads.num_kv_heads) * size)
+
+        def in_two(
+            layer: tuple[Tensor, ...], qkv: Tensor, rows: RotatedRows, plan: AttentionPlan
+        ) -> Tensor:
+            query = kernels.rotary_store(
+                qkv.flatten(0, 1), rows, weight, EPSILON, layer, heads.num_heads
+            )
+            query = query.view(slots, -1, heads.num_heads, size)
+            return kernels.paged_attention(query, layer, plan, params)
+
+        calls = [
+            partial(kernels.rotary_attention, qkv, rotated, weight, EPSILON, layer, plan, params)
+            for layer in pools.layers
+        ]
+        rival = [partial(in_two, layer, qkv, rotated, plan) for layer in pools.layers]
+        table_rows[str(width)] = bench.row(calls, nbytes, rival)
     return table_rows
 
 

@@ -28,6 +28,7 @@ from benchmarks.gpu_suite.kernel_cases import (
     layer_case,
     linear_case,
     prefill_case,
+    rotary_attention_case,
     rotary_case,
     row_case,
 )
@@ -58,6 +59,29 @@ def heads_of(shape: Shape) -> AttentionHeads:
     return AttentionHeads(shape.heads, shape.kv_heads, shape.head_dim)
 
 
+def attention_cases(heads: AttentionHeads) -> dict[str, Case]:
+    """Return decode attention by slots and context: of 16 bits, from the projection on, of
+    codes."""
+    cases: dict[str, Case] = {}
+    for slots in (1, 16):
+        for context in (1024, 4096, 32768):
+            name = f"paged_attention {slots} slots {context}"
+            cases[name] = partial(
+                attention_case, heads=heads, slots=slots, context=context, rows=(1, 5)
+            )
+            cases[f"rotary_attention {slots} slots {context}"] = partial(
+                rotary_attention_case, heads=heads, slots=slots, context=context, rows=(1, 5)
+            )
+            cases[f"paged_attention in int8 {slots} slots {context}"] = partial(
+                attention_case,
+                heads=replace(heads, rounded=True),
+                slots=slots,
+                context=context,
+                rows=(1, 5),
+            )
+    return cases
+
+
 def cases() -> dict[str, Case]:
     """Return every case by its name, the most important first; equal matrices of two models
     once."""
@@ -77,19 +101,7 @@ def cases() -> dict[str, Case]:
         linear_case, kind="gate_up", n=n, k=k, rows=ROWS, dtype=torch.float16
     )
     heads = heads_of(QWEN3_8B)
-    for slots in (1, 16):
-        for context in (1024, 4096, 32768):
-            name = f"paged_attention {slots} slots {context}"
-            all_cases[name] = partial(
-                attention_case, heads=heads, slots=slots, context=context, rows=(1, 5)
-            )
-            all_cases[f"paged_attention in int8 {slots} slots {context}"] = partial(
-                attention_case,
-                heads=replace(heads, rounded=True),
-                slots=slots,
-                context=context,
-                rows=(1, 5),
-            )
+    all_cases |= attention_cases(heads)
     all_cases["prefill_attention 256 after"] = partial(
         prefill_case, heads=heads, chunk=256, starts=(0, 4096, 32512)
     )

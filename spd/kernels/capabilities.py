@@ -46,12 +46,19 @@ class Capabilities(NamedTuple):
     """True if cosines and sines are float32, because a rotated head is rounded once."""
     gathers_rotary: bool = False
     """True if cosines and sines are gathered for the rows, instead of read by position."""
+    rotates_in_attention: bool = False
+    """True if windows are rotated, stored and attended by one kernel."""
 
 
 CAPABILITIES: Mapping[str, Capabilities] = {
     "torch": Capabilities(chunk=64, tail_rows=32, probes_row_counts=True, gathers_rotary=True),
     "native": Capabilities(chunk=256, tail_rows=256, row_independent=True),
     "triton": Capabilities(
-        chunk=256, tail_rows=64, reads_no_lengths=True, folds_norms=True, float32_rotary=True
+        chunk=256,
+        tail_rows=64,
+        reads_no_lengths=True,
+        folds_norms=True,
+        float32_rotary=True,
+        rotates_in_attention=True,
     ),
 }

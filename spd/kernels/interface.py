@@ -220,6 +220,24 @@ class Kernels(RoundOperations, Protocol):
         """
         ...
 
+    def rotary_attention(
+        self,
+        qkv: Tensor,
+        rows: RotatedRows,
+        qk_weight: Tensor | None,
+        epsilon: float,
+        pools: Pools,
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> Tensor:
+        """Return `paged_attention` of what `rotary_store` makes of qkv [S, Q, (H + 2K) * D].
+
+        The same bits as of both, for windows alone: rows whose positions in the plan are their own
+        and whose last key is their own, and that read no entry which a row of another slot writes
+        in this pass. See `Capabilities.rotates_in_attention`.
+        """
+        ...
+
     def latent_store(
         self,
         query: Tensor,

@@ -3,8 +3,15 @@ against."""
 
 from __future__ import annotations
 
-from spd.kernels.attention.paged_attention import paged_attention, plan_attention
-from spd.kernels.attention.rotary_store import rotary_store
+from torch import Tensor
+
+from spd.kernels.attention.paged_attention import (
+    AttentionParams,
+    AttentionPlan,
+    paged_attention,
+    plan_attention,
+)
+from spd.kernels.attention.rotary_store import Pools, RotatedRows, rotary_store
 from spd.kernels.capabilities import CAPABILITIES, Capabilities
 from spd.kernels.experts.moe import experts, route, router_logits
 from spd.kernels.latent.mla_attention import head_linear, latent_store, mla_attention
@@ -42,6 +49,25 @@ class TorchKernels:
     rotary_store = staticmethod(rotary_store)
     plan_attention = staticmethod(plan_attention)
     paged_attention = staticmethod(paged_attention)
+
+    def rotary_attention(
+        self,
+        qkv: Tensor,
+        rows: RotatedRows,
+        qk_weight: Tensor | None,
+        epsilon: float,
+        pools: Pools,
+        plan: AttentionPlan,
+        params: AttentionParams,
+    ) -> Tensor:
+        """Compute `Kernels.rotary_attention` by two operations of the set."""
+        slots, width, row_size = qkv.shape
+        kv_heads, size = pools[0].shape[2:]
+        num_heads = row_size // size - 2 * kv_heads
+        query = self.rotary_store(qkv.flatten(0, 1), rows, qk_weight, epsilon, pools, num_heads)
+        query = query.view(slots, width, num_heads, size)
+        return self.paged_attention(query, pools, plan, params)
+
     latent_store = staticmethod(latent_store)
     head_linear = staticmethod(head_linear)
     mla_attention = staticmethod(mla_attention)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from spd.kernels.attention.paged_attention_triton import paged_attention, plan_attention
+from spd.kernels.attention.paged_attention_triton import (
+    paged_attention,
+    plan_attention,
+    rotary_attention,
+)
 from spd.kernels.attention.rotary_store_triton import rotary_store
 from spd.kernels.capabilities import CAPABILITIES, Capabilities
 from spd.kernels.experts.moe_triton import experts, route, router_logits
@@ -48,6 +52,7 @@ class TritonKernels:
     rotary_store = staticmethod(rotary_store)
     plan_attention = staticmethod(plan_attention)
     paged_attention = staticmethod(paged_attention)
+    rotary_attention = staticmethod(rotary_attention)
     latent_store = staticmethod(latent_store)
     head_linear = staticmethod(head_linear)
     mla_attention = staticmethod(mla_attention)

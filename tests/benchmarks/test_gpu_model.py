@@ -2,7 +2,16 @@
 
 import json
 
-from benchmarks.gpu_model import ATTENTION, CODE_ATTENTION, PLANNED_ATTENTION, REPORT, cases, table
+from benchmarks.gpu_model import (
+    ATTENTION,
+    CODE_ATTENTION,
+    PLANNED_ATTENTION,
+    REPORT,
+    ROTARY_LAUNCH,
+    ROTATING_ATTENTION,
+    cases,
+    table,
+)
 
 
 def test_every_model_is_within_a_tenth_of_the_measured_time() -> None:
@@ -32,3 +41,12 @@ def test_attention_to_codes_is_predicted_to_meet_its_gate() -> None:
     for slots, context, least in ((16, 4096, 1.6), (16, 32768, 1.8), (1, 4096, 1.2)):
         ratio = PLANNED_ATTENTION.time(slots, context) / CODE_ATTENTION.time(slots, context)
         assert least <= ratio < 2
+
+
+def test_rotation_in_attention_is_predicted_to_cost_less_than_a_launch_for_one_slot() -> None:
+    """Each run of many long contexts pays for it: a hundredth of their time."""
+    for context in (1024, 4096, 32768):
+        cost = ROTATING_ATTENTION.time(1, context) - PLANNED_ATTENTION.time(1, context)
+        assert 0 < cost < ROTARY_LAUNCH
+    many = ROTATING_ATTENTION.time(16, 32768) / PLANNED_ATTENTION.time(16, 32768)
+    assert 1 < many < 1.015

@@ -59,6 +59,9 @@ CASES: dict[str, kernels.Case] = {
         context=512,
         rows=(1, 5),
     ),
+    "rotary and attention": partial(
+        kernels.rotary_attention_case, heads=HEADS, slots=2, context=128, rows=(1, 5)
+    ),
     "prefill": partial(kernels.prefill_case, heads=HEADS, chunk=64, starts=(0, 512)),
     "sampling": partial(rounds.sampling_case, vocab=300, rows=(1, 3)),
     "rotary": partial(kernels.rotary_case, heads=HEADS, rows=(1, 3)),

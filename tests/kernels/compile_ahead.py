@@ -95,15 +95,18 @@ def access_order(ptx: str) -> dict[str, Any]:
 
     `early`: kinds of accesses to memory before the wait. `hand_over`: stores, barriers, atomics and
     loads past the first-level cache, in order, where the program has an atomic with acquire and
-    release.
+    release. `read_back`: stores, barriers and loads between the first two atomics, where attention
+    rotates rows and reads them.
     """
     body = ptx[ptx.find("{") :]
     before, wait, _ = body.partition(WAIT)
     steps = re.findall(r"\b(st\.global|bar\.sync|atom\.\S+|ld\.global\.cg)", body)
+    after_first = body.partition("atom.")[2].partition("atom.")[0]
     return {
         "waits": bool(wait),
         "early": sorted(set(re.findall(ACCESS, before))) if wait else [],
         "hand_over": " ".join(steps) if any("acq_rel" in step for step in steps) else "",
+        "read_back": " ".join(re.findall(r"\b(st\.global|bar\.sync|ld\.global)", after_first)),
     }
 
 

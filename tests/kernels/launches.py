@@ -233,6 +233,29 @@ def attention() -> Launches:
         plan = OPS.plan_attention(chunk, heads, 64, dtype)
         OPS.paged_attention(query.flatten(0, 1)[None], pools, plan, scores)
 
+    def rotate_attend(
+        dtype: torch.dtype,
+        heads: AttentionHeads,
+        softcap: float | None = None,
+        normed: bool = False,
+        sinks: bool = False,
+        rounded: bool = False,
+    ) -> None:
+        size = heads.head_dim
+        total = heads.num_heads + 2 * heads.num_kv_heads
+        weight = of(dtype, heads.num_heads + heads.num_kv_heads, size) if normed else None
+        sink = of(F32, heads.num_heads) if sinks else None
+        turn = of(F32, 4096, size)
+        OPS.rotary_attention(
+            qkv=of(dtype, 16, 5, total * size),
+            rows=RotatedRows(turn, turn, positions.view(-1), positions.view(-1)),
+            qk_weight=weight,
+            epsilon=1e-6,
+            pools=pools_of(dtype, heads.num_kv_heads, size, rounded),
+            plan=OPS.plan_attention(windows, replace(heads, rounded=rounded), 64, dtype),
+            params=AttentionParams(0.1, heads.sliding[0], softcap, sink),
+        )
+
     def store(dtype: torch.dtype, weight: Tensor | None, rounded: bool = False) -> None:
         turn = of(dtype, 4096, 128)
         rows = RotatedRows(turn, turn, of(I64, 4), of(I64, 4))
@@ -274,6 +297,11 @@ def attention() -> Launches:
         cases[name] = partial(attend, dtype, AttentionHeads(32, 8, 128), None)
         cases[f"sliding_{name}"] = partial(attend, dtype, gemma, 50.0)
         cases[f"wide_{name}"] = partial(attend, dtype, AttentionHeads(16, 2, 512), None)
+        cases[f"rotary_{name}"] = partial(
+            rotate_attend, dtype, AttentionHeads(32, 8, 128), normed=True
+        )
+        cases[f"rotary_sliding_{name}"] = partial(rotate_attend, dtype, gemma, 50.0)
+        cases[f"rotary_wide_{name}"] = partial(rotate_attend, dtype, AttentionHeads(16, 2, 512))
         cases[f"plain_{name}"] = partial(store, dtype, None)
         cases[f"normed_{name}"] = partial(store, dtype, of(dtype, 256))
         cases[f"latent_{name}"] = partial(latent, dtype)
@@ -290,12 +318,19 @@ def attention() -> Launches:
     cases["many_slots"] = partial(OPS.plan_attention, wide_round, plain, 64, BF16)
     cases["latent_lite_bf16"] = partial(latent, BF16, count=16)
     cases["sinks_bf16"] = partial(attend, BF16, oss, None, sinks=True)
+    cases["rotary_sinks_bf16"] = partial(rotate_attend, BF16, oss, sinks=True)
+    cases["plain_rotary_bf16"] = partial(rotate_attend, BF16, plain)
     # A cache in eight bits.
     rounded = partial(attend, BF16, rounded=True)
     cases["i8_bf16"] = partial(rounded, AttentionHeads(32, 8, 128), None)
     cases["sliding_i8_bf16"] = partial(rounded, gemma, 50.0)
     cases["wide_i8_bf16"] = partial(rounded, AttentionHeads(16, 2, 512), None)
     cases["sinks_i8_bf16"] = partial(rounded, oss, None, sinks=True)
+    rotated = partial(rotate_attend, BF16, rounded=True)
+    cases["rotary_i8_bf16"] = partial(rotated, AttentionHeads(32, 8, 128), normed=True)
+    cases["rotary_sliding_i8_bf16"] = partial(rotated, gemma, 50.0)
+    cases["rotary_wide_i8_bf16"] = partial(rotated, AttentionHeads(16, 2, 512))
+    cases["rotary_sinks_i8_bf16"] = partial(rotated, oss, sinks=True)
     cases["plain_i8_bf16"] = partial(store, BF16, None, rounded=True)
     cases["latent_i8_bf16"] = partial(latent, BF16, rounded=True)
     return cases

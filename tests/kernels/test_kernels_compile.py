@@ -30,6 +30,8 @@ HAND_OVER = (
     r"st\.global( bar\.sync)+ atom\.global\.gpu\.acq_rel\.add\.u32( bar\.sync)+( st\.global| bar\.sync)* "
     r"ld\.global\.cg"
 )
+READ_BACK = r"ld\.global st\.global( st\.global)*( bar\.sync)+( ld\.global)+$"
+"""The rows that attention rotates are stored, and after a barrier its queries are loaded."""
 SOURCES = {
     path: path.read_text(encoding="utf-8") for path in (ROOT / "spd/kernels").rglob("*_triton.py")
 }
@@ -55,17 +57,15 @@ store sum tensor trans uint16 uint32 uint64 uint8 where zeros
 SLIDING = ("attend_chunk_sliding_bf16", "attend_chunk_sliding_fp16")
 LATENT_LITE = "attend_latent_chunk_latent_lite_bf16"
 AMPERE_STATES = {"9b_bf16": 16, "9b_fp16": 16, "mamba_bf16": 8, "mamba_fp16": 8}
-ADA = {"linear_out_8b_wide_i8_bf16": 8, **dict.fromkeys(SLIDING, 16), LATENT_LITE: 8}
+ADA = {"linear_out_8b_wide_i8_bf16": 8, LATENT_LITE: 8}
 KNOWN_SPILLS = {
     80: {f"delta_rule_{name}": size for name, size in AMPERE_STATES.items()},
     86: ADA,
     89: ADA,
-    100: {**dict.fromkeys(SLIDING, 32), "attend_chunk_sliding_i8_bf16": 24},
+    100: {**dict.fromkeys(SLIDING, 40), "attend_chunk_sliding_i8_bf16": 24},
     120: {
         "gate_up_8b_wide_bf16": 16,
         "linear_out_8b_int4 128_bf16": 8,
-        **dict.fromkeys(SLIDING, 32),
-        "attend_chunk_sliding_i8_bf16": 16,
         LATENT_LITE: 24,
         **dict.fromkeys((f"delta_rule_{name}" for name in AMPERE_STATES), 16),
     },
@@ -104,6 +104,8 @@ def check(programs: list[dict[str, Any]], arch: int) -> None:
         assert not kernel["early"] or kernel["kernel"] == BIAS_FIRST, kernel
         # The sums of other parts are stored before a part counts itself, and read after that.
         assert not kernel["hand_over"] or re.search(HAND_OVER, kernel["hand_over"]), kernel
+        if re.search("chunk_(plain_)?rotary_(?!.*i8)", kernel["name"]):
+            assert re.search(READ_BACK, kernel["read_back"]), kernel
         # Where middle bytes are swapped, four bytes of a word are four neighbouring columns.
         assert kernel["packed_columns"] in (None, *range(4, 65, 4)), kernel
         if kernel["kernel"] not in COLD:
@@ -141,7 +143,10 @@ def test_kernels_compile_for_hopper(request: pytest.FixtureRequest) -> None:
     assert not any(kernel["released_first"] for kernel in products)
     assert any(kernel["hand_over"] for kernel in products), "some weight's K is split"
     chunks = {k["name"]: k["prefetches"] for k in programs if k["kernel"] == "attend_chunk_kernel"}
-    assert chunks == {"attend_chunk_bf16": 4}, "two lines of keys and of values"
+    assert chunks == {
+        "attend_chunk_bf16": 4,
+        "attend_chunk_rotary_bf16": 4,
+    }, "two lines of keys and of values"
 
 
 def test_accesses_before_the_wait_and_a_hand_over_without_barriers_are_found() -> None:

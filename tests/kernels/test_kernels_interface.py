@@ -38,7 +38,7 @@ def test_parameters_are_the_contracts(path: str) -> None:
         pytest.importorskip("triton")
     module, _, name = path.rpartition(".")
     kernels = getattr(importlib.import_module(module), name)
-    assert len(OPERATION_NAMES) == 33
+    assert len(OPERATION_NAMES) == 34
     for operation in OPERATION_NAMES:
         contract = parameters(Kernels, operation)
         form = parameters(kernels, operation)

@@ -386,6 +386,31 @@ def test_rows_of_a_packed_embedding_are_the_same_by_both_forms(tmp_path: Path) -
     run_both(file, random_prompts(1, 5, 90, seed=1), greedy, dtype="float32", spec="off")
 
 
+def test_a_layer_is_five_launches(
+    target: Path, no_host_reads: HostWatch, monkeypatch: Patch
+) -> None:
+    """Attention of the next layer is launched five kernels later, in a round."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: list[str] = []
+    launch = InterpretedFunction.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if no_host_reads.running:
+            launched.append(self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    engine = helpers.make_engine(target, kernels="triton", spec="off", ctx=64, device="cpu")
+    helpers.run_all(engine, [PROMPT[0][:3]], [SamplingParams(max_tokens=1, temperature=0.0)])
+    first, second = (at for at, name in enumerate(launched) if name == "attend_chunk_kernel")
+    assert launched[first + 1 : second] == [
+        "linear_kernel",
+        "gate_up_kernel",
+        *["linear_kernel"] * 2,
+    ]
+
+
 def list_triton_kernels() -> set[tuple[str, str]]:
     """Return the module and name of every Triton kernel in `spd.kernels`."""
     from triton.runtime.interpreter import InterpretedFunction

@@ -27,18 +27,10 @@ from spd.kernels.attention.combine_triton import (
     load_last_keys,
     store_in_place,
 )
+from spd.kernels.attention.rotary_store_triton import rotate_run
 from spd.kernels.overlap_triton import prefetch, wait_and_release
 
 _LOG2_E = tl.constexpr(LOG2_E)
-
-
-@triton.jit
-def is_not_finite(x):
-    """True where x is infinite or NaN.
-
-    A test of x - x may fail, for it may be fused with the operation before.
-    """
-    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
 
 
 @triton.jit
@@ -284,14 +276,21 @@ def run_of_keys(
 
 @triton.jit
 def load_run(
-    query, positions, row_last, slot, head, row, chunk, run, last_position, queries,
-    K, GROUPS, D, BLOCK, BLOCK_D, SLIDING, SMALL, TWICE_FROM, LARGE_FROM,
+    query, projection, pools, positions, angles, kv_slots, row_last, slot, head, first_row, row,
+    chunk, run, last_position, queries,
+    K, GROUPS, D, BLOCK, BLOCK_D, BLOCK_HALF, ROTATED, PAGE, SLIDING, SMALL, TWICE_FROM, LARGE_FROM,
 ):  # fmt: skip
     """Load the queries of a KV head's rows, their positions and last keys, and the run's positions
     [begin, end).
 
-    Row i is of the group's head i % GROUPS at its token.
+    Row i is of the group's head i % GROUPS at its token. Rows of a projection are rotated first.
     """
+    if projection is not None:
+        rotate_run(
+            projection, query, pools, positions, angles, kv_slots, slot, head, first_row,
+            row.shape[0], chunk, run, queries, K, GROUPS, D // 2, BLOCK_HALF, ROTATED, PAGE, SMALL,
+            TWICE_FROM, LARGE_FROM,
+        )  # fmt: skip
     rows = queries * GROUPS
     column = tl.arange(0, BLOCK_D)[None, :]
     token = slot * queries + row // GROUPS
@@ -315,20 +314,25 @@ def take_item(items, counts, num_tiles, tiles_per_item, max_items):
 
 @triton.jit(
     do_not_specialize=["slots", "queries", "pages", "max_chunks"],
-    do_not_specialize_on_alignment=["page_table", "positions", "valid", "row_last"],
+    do_not_specialize_on_alignment=[
+        "page_table",
+        "positions",
+        "valid",
+        "row_last",
+        "angles",
+        "kv_slots",
+    ],
 )
 def attend_chunk_kernel(
     query, pools, page_table, positions, last, runs, items, counts, partial, stats, scale, slots,
-    queries, pages, max_chunks, valid, row_last, sinks, arrived, out,
+    queries, pages, max_chunks, valid, row_last, sinks, arrived, out, projection, angles, kv_slots,
     K: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, SMALL: tl.constexpr, TWICE_FROM: tl.constexpr,
     LARGE_FROM: tl.constexpr, SLIDING: tl.constexpr, SOFTCAP: tl.constexpr, FIRST: tl.constexpr,
-    PAGES: tl.constexpr, COMBINED: tl.constexpr, COMBINED_ROWS: tl.constexpr, PDL: tl.constexpr,
+    PAGES: tl.constexpr, COMBINED: tl.constexpr, COMBINED_ROWS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend TILE rows (a slot's queries by its group's heads) to runs of chunks, turn by turn.
-
-    The last program of a tile combines its chunks, where `out` is not None.
-    """
+    """Attend TILE rows (a slot's queries by its group's heads) to runs of chunks, turn by turn."""
     wait_and_release(PDL)
     rows = queries * GROUPS
     tiles_per_head = tl.cdiv(rows, TILE)
@@ -347,8 +351,9 @@ def attend_chunk_kernel(
         first_row = (tile % tiles_per_head) * TILE
         row = first_row + tl.arange(0, TILE)
         q, position, row_end, begin, end = load_run(
-            query, positions, row_last, slot, head, row, item & 0xFFFF, run, tl.load(last + slot),
-            queries, K, GROUPS, D, BLOCK, BLOCK_D, SLIDING, SMALL, TWICE_FROM, LARGE_FROM,
+            query, projection, pools, positions, angles, kv_slots, row_last, slot, head, first_row,
+            row, item & 0xFFFF, run, tl.load(last + slot), queries, K, GROUPS, D, BLOCK, BLOCK_D,
+            BLOCK_HALF, ROTATED, PAGE, SLIDING, SMALL, TWICE_FROM, LARGE_FROM,
         )  # fmt: skip
         page_row = page_table + slot * pages
         page_ids = load_page_ids(page_row, begin, pages, PAGES, PAGE)
@@ -358,8 +363,8 @@ def attend_chunk_kernel(
         next_tile, next_item = take_item(items, counts, num_tiles, tiles_per_item, max_items)
         if PDL and SLIDING is None:  # an item's first page may lie before a sliding window
             prefetch_item(
-                pools, page_table, pages, item, tile // tiles_per_head % K, tile < num_tiles,
-                K, D, PAGE, SMALL, TWICE_FROM, LARGE_FROM,
+                pools, page_table, pages, item, tile // tiles_per_head % K, tile < num_tiles, K, D,
+                PAGE, SMALL, TWICE_FROM, LARGE_FROM,
             )  # fmt: skip
         at = (slot * max_chunks * K + head) * rows + row
         sums = PartialSums(

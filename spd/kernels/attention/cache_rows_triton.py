@@ -43,6 +43,15 @@ _TO_WHOLE = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
+def is_not_finite(x):
+    """True where x is infinite or NaN.
+
+    A test of x - x may fail, for it may be fused with the operation before.
+    """
+    return (tl.abs(x.to(tl.float32)) < float("inf")) == 0
+
+
+@triton.jit
 def entry_scales(scored, weighed, is_faulty):
     """Return scales float16 of rows by their largest absolute values; see `round_entries`.
 

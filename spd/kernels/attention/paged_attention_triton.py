@@ -39,7 +39,8 @@ from spd.kernels.attention.paged_attention import (
     AttentionPlan,
     Windows,
 )
-from spd.kernels.attention.rotary_store import Pools
+from spd.kernels.attention.rotary_store import Pools, RotatedRows
+from spd.kernels.attention.rotary_store_triton import HEADS_A_PROGRAM, Projection, rotary_store
 from spd.kernels.launch import Device, ceil_div, device_properties, pdl_options, power_of_two
 
 ROW_TILE = 64
@@ -64,6 +65,11 @@ Four warps' registers hold a tile's sums on Hopper only, for heads of at most `W
 """
 WIDE = 256
 """Elements of a head."""
+MAX_REGISTERS = 255
+"""Registers of a thread whose program has a processor for itself: all that there are.
+
+The assembler would rather keep some values in memory, for the sake of a second program.
+"""
 COMBINED_VALUES = 4096
 """Values of a row that make a block of chunks; a block's sums are added to those before it."""
 COMBINED_CHUNKS = (16, 32)
@@ -77,6 +83,11 @@ LAST_VALUES = 2048
 """Values of the rows that the last program combines at a time."""
 LAST_ROWS = (4, 16)
 """The minimum and the maximum of such rows."""
+ROTATED_PAIRS = 256
+"""Pairs that a warp rotates at a time, of at most `HEADS_A_PROGRAM` heads.
+
+So a thread holds what it does in `rotary_store`, which leaves a head's sum its order.
+"""
 MAX_RUN_PAGES = 32
 """Pages of a run: their ids are in a warp's registers."""
 PLANNED_CHUNKS = 128
@@ -329,6 +340,49 @@ def paged_attention(
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], pools, plan, params)[None]
     assert isinstance(plan, SplitPlan)
+    unrotated = dict.fromkeys(("projection", "angles", "kv_slots"))
+    return _attend_windows(query, pools, plan, params, **unrotated)
+
+
+def rotary_attention(
+    qkv: Tensor,
+    rows: RotatedRows,
+    qk_weight: Tensor | None,
+    epsilon: float,
+    pools: Pools,
+    plan: AttentionPlan,
+    params: AttentionParams,
+) -> Tensor:
+    """Launch `Kernels.rotary_attention`: one kernel, or two for wide heads of codes.
+
+    Those leave a thread no registers for both.
+    """
+    assert isinstance(plan, SplitPlan) and plan.row_last is None
+    assert rows.positions is not None
+    slots, width, row_size = qkv.shape
+    size = pools[0].shape[-1]
+    num_heads = row_size // size - 2 * plan.heads.num_kv_heads
+    shape = (slots, width, num_heads, size)
+    if len(pools) > 2 and size > WIDE:
+        query = rotary_store(qkv.flatten(0, 1), rows, qk_weight, epsilon, pools, num_heads)
+        return paged_attention(query.view(shape), pools, plan, params)
+    query = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+    return _attend_windows(
+        query,
+        pools,
+        plan,
+        params,
+        projection=Projection(qkv.contiguous(), rows.cos, rows.sin, qk_weight, epsilon),
+        angles=rows.positions.contiguous(),
+        kv_slots=rows.kv_slots.contiguous(),
+    )
+
+
+def _attend_windows(
+    query: Tensor, pools: Pools, plan: SplitPlan, params: AttentionParams, **rotation: Any
+) -> Tensor:
+    """Attend windows of query [S, Q, H, D], which the kernel writes first if it has a
+    projection."""
     slots, width, num_heads, size = query.shape
     kv_heads = plan.heads.num_kv_heads
     device = device_properties(query.device)
@@ -338,6 +392,8 @@ def paged_attention(
     shape |= {"BLOCK_D": padded, "SLIDING": params.sliding}
     tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
     min_rows, max_rows = LAST_ROWS
+    pairs = padded // 2
+    warps = WARPS[device.capability[0] == 9 and size <= WIDE]
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
     attend_chunks(
         kernel=attend_chunk_kernel,
@@ -354,7 +410,11 @@ def paged_attention(
         PAGES=run_pages(plan.page_size, plan.heads)[1],
         COMBINED=combined_chunks(size),
         COMBINED_ROWS=max(min_rows, min(max_rows, LAST_VALUES // padded)),
-        num_warps=WARPS[device.capability[0] == 9 and size <= WIDE],
+        BLOCK_HALF=pairs,
+        ROTATED=warps * max(1, min(HEADS_A_PROGRAM, ROTATED_PAIRS // pairs)),
+        num_warps=warps,
+        maxnreg=None if plan.programs > device.processors else MAX_REGISTERS,
+        **rotation,
         **tiles,
         **shape,
     )

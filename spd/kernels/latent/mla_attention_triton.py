@@ -17,13 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from spd.kernels.arrivals_triton import next_turn
-from spd.kernels.attention.attention_kernels_triton import (
-    is_not_finite,
-    load_item,
-    mask_scores,
-)
+from spd.kernels.attention.attention_kernels_triton import load_item, mask_scores
 from spd.kernels.attention.attention_plan_triton import chunk_begin
-from spd.kernels.attention.cache_rows_triton import codes_of, entry_scales, weight_type
+from spd.kernels.attention.cache_rows_triton import (
+    codes_of,
+    entry_scales,
+    is_not_finite,
+    weight_type,
+)
 from spd.kernels.attention.combine_triton import EMPTY_MAXIMUM, LOG2_E
 from spd.kernels.attention.paged_attention import AttentionParams, AttentionPlan
 from spd.kernels.attention.paged_attention_triton import (

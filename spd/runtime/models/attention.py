@@ -67,6 +67,12 @@ class Attention:
         self.qkv_steps = _make_qkv_steps(layout, tensors, build)
         self.query_key_step = _make_query_key_step(layout, tensors, build)
         self.query_steps = _make_query_steps(layout, tensors, build)
+        self.rotates_windows = (
+            build.kernels.capabilities.rotates_in_attention
+            and layout.cache_source is None
+            and not self.query_steps
+        )
+        """True if one kernel rotates, stores and attends the rows of windows."""
         self.narrow_values: NarrowValues | None = None
         if layout.values.dim is not None:
             self.narrow_values = NarrowValues(
@@ -93,23 +99,36 @@ class Attention:
             qkv, gates = self.gating.split_gates(qkv)
         for change_qkv in self.qkv_steps:
             qkv = change_qkv(qkv)
-        query = self.query_key_step(qkv, rows, cache)
-        for change_query in self.query_steps:
-            query = change_query(query, batch)
-        mixed = self._attend(query, batch, cache)
+        mixed = self._attend(qkv, rows, batch, cache)
         if self.narrow_values is not None:
             mixed = self.narrow_values(mixed)
         if self.gating is not None:
             mixed = self.gating.apply_gates(mixed, gates, stream, batch)
         return self.output(mixed, batch, stream if onto is None else onto)
 
-    def _attend(self, query: Tensor, batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """Return the mix of values, [T, H * D], that queries [T, H, D] attend to in the slots'
-        pages.
+    def _attend(
+        self, qkv: Tensor, rows: RotatedRows, batch: ForwardBatch, cache: LayerCache
+    ) -> Tensor:
+        """Return the attention of a projection [T, N] over the pages: [T, H * D].
+
+        The rows' keys and values are stored first.
         """
         pools = cache.keys_and_values
         plans = batch.block_plan if self.layout.sees_block else batch.plan
         plan = plans[self.layout.heads]
+        step = self.query_key_step
+        if self.rotates_windows and batch.chunk_start is None and not batch.is_block:
+            assert isinstance(step, RotateAndStore)
+            return attend_windows(
+                qkv,
+                batch,
+                lambda windows: self.kernels.rotary_attention(
+                    windows, rows, step.scales, self.epsilon, pools, plan, self.scores
+                ),
+            )
+        query = step(qkv, rows, cache)
+        for change_query in self.query_steps:
+            query = change_query(query, batch)
         return attend_windows(
             query,
             batch,
