@@ -88,7 +88,10 @@ def swap_halves(weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_head_that_reads_its_inputs_in_the_wrong_order_is_found(tmp_path: Path) -> None:
-    """The demo's own head is right; with its two inputs swapped it drafts as by chance."""
+    """The demo's own head is right; with its two inputs swapped it drafts as by chance.
+
+    Beside other work the right head may be said to cost more than it brings: that is measured.
+    """
     broken = tmp_path / "broken"
     shutil.copytree(demo_folder(), broken, ignore=shutil.ignore_patterns("draft", "eagle3"))
     weights = load_file(broken / "model.safetensors")
@@ -105,4 +108,5 @@ def test_a_head_that_reads_its_inputs_in_the_wrong_order_is_found(tmp_path: Path
         assert done.metrics is not None
         faults.append(done.metrics.draft_fault)
         engine.close()
-    assert faults == ["", "chance"]
+    assert faults[0] in ("", "cost")
+    assert faults[1] == "chance"
