@@ -102,8 +102,12 @@ def is_killed_at(call: int, work: Callable[[], None]) -> bool:
         for owner, name in calls:
             setattr(owner, name, counted(getattr(owner, name)))
         globals()["tensor_content"] = counted(tensor_content)  # also between any two tensors
-        work()
-        os._exit(0)
+        status = 1  # of work that raises
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, -signal.SIGKILL)
     return status != 0

@@ -16,7 +16,7 @@ from spd.cli import prompt_input as prompt
 from spd.cli.chat.conversation import Conversation, SessionStore, Turn, is_command
 from spd.cli.chat.model import ChatModel
 from spd.cli.chat.plain_lines import PlainLines
-from spd.cli.commands.models import ensure_models
+from spd.cli.commands.models import offer_downloads
 from spd.cli.reply_view import (
     DIM,
     DraftedTextSplitter,
@@ -90,7 +90,7 @@ class Chat:
         self._console = dataclasses.replace(session.console, help="/help")
         if saved is not None and not options.typed & {"model", "model_argument"}:
             options = dataclasses.replace(options, model=saved.model)
-        ensure_models(session, options)
+        offer_downloads(session, options)
         self.model = ChatModel(options, session)
         system = options.system if saved is None or "system" in options.typed else None
         seed = options.seed if saved is None or "seed" in options.typed else None
@@ -369,7 +369,7 @@ class Chat:
 
         Restores the old options on failure or interruption. Raises what `ChatModel.reload` raises.
         """
-        ensure_models(self.session, options)
+        offer_downloads(self.session, options)
         stopped = threading.Event()
         stoppable = (
             self.session.guard.intercept_sigint(stopped.set)

@@ -37,9 +37,9 @@ def generate(session: Session, options: GenerateOptions) -> int:
             served = served_engine(session, options)
             if served is not None:
                 return _generate_served(session, options, sink, served)
-        from spd.cli.commands.models import ensure_models
+        from spd.cli.commands.models import offer_downloads
 
-        ensure_models(session, options)
+        offer_downloads(session, options)
         if options.jsonl:
             from spd.cli.commands.jsonl import generate_lines
 

@@ -88,10 +88,11 @@ def pull(session: Session, options: PullOptions) -> None:
     sink.write_result(options.json, result, dry_run_lines if options.dry_run else [location])
 
 
-def ensure_models(session: Session, options: RunOptions) -> None:
-    """Download the options' model and draft model if missing, after a yes at the terminal.
+def offer_downloads(session: Session, options: RunOptions) -> None:
+    """Download the model and the draft model, after a yes, where they are hub names not stored here.
 
-    Raises NotFoundError without consent, and what downloading raises.
+    Other references are not checked. Raises NotFoundError without a yes, and what `hub.resolve_model`
+    and downloading raise.
     """
     can_ask = is_terminal(sys.stdin) and is_terminal(sys.stderr)
     for reference in (options.model, options.draft_model):

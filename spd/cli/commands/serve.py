@@ -107,7 +107,7 @@ def serve(session: Session, options: ServeOptions) -> int:
         is_named = not {"model", "model_argument"}.isdisjoint(options.typed)
         model = options.model if is_named else None
         return served.control_servers(session, model, stop=options.stop, as_json=options.json)
-    from spd.cli.commands.models import ensure_models
+    from spd.cli.commands.models import offer_downloads
     from spd.cli.run_settings import plan_settings
     from spd.server.run import check_address, load_engine_thread, open_listener, run_server
 
@@ -123,7 +123,7 @@ def serve(session: Session, options: ServeOptions) -> int:
 
     check_address(options.host, options.api_key)
     with open_listener(options.host, options.port) as listener:
-        ensure_models(session, options)
+        offer_downloads(session, options)
         settings = plan_settings(options.to_generate_options())
         received = run_server(
             options.to_server_options(session.runtime_folder),

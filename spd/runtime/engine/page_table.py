@@ -62,7 +62,10 @@ class TextHashes:
         return self.computed[:count]
 
     def _chained_hash(self, start: int, stop: int) -> bytes:
-        """Return the hash of positions `start` to `stop` of one page, chained to that of all before."""
+        """Return the hash of a page's positions from its first, `start`, to `stop`.
+
+        It is chained to the previous page's hash, which `computed` must hold.
+        """
         state = hashlib.sha256(self.computed[start // self.page_size - 1] if start else self.root)
         state.update(",".join(map(str, self.tokens[start:stop])).encode())
         state.update(repr(kinds_in(self.runs, start, stop)).encode())

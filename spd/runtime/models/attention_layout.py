@@ -102,7 +102,7 @@ class GqaLayout:
     gate: OutputGate | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    is_fused: bool = False
+    is_fused_in_checkpoint: bool = False
     """True if queries, keys and values are one tensor in the checkpoint too."""
     removes_mean: bool = False
     """True if the mean is removed from the block's result: later norms subtract the stream's mean
@@ -188,7 +188,7 @@ class GqaLayout:
                 rows["v_proj"] = self.key_shard.rows(self.num_kv_heads * self.value_size)
         if self.gate == "separate_matrix":
             rows["gate_proj"] = self.shard.rows(query_rows)
-        if self.is_fused:
+        if self.is_fused_in_checkpoint:
             return {"qkv_proj": Rows.concatenate(rows.values())}
         return rows
 

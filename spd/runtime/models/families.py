@@ -218,7 +218,7 @@ lfm2 = _llama_variant(
 )
 granite_hybrid = _llama_variant(
     "Granite 4 hybrids, dense or with routed experts: Mamba-2 layers, and every few layers attention",
-    {"names": {"block": "mlp.shared_mlp", "is_fused": True}},
+    {"names": {"block": "mlp.shared_mlp", "is_fused_in_checkpoint": True}},
 )
 arcee = _llama_variant("Arcee's AFM: no gates in the MLP", {"act": RELU2})
 gpt_oss = _llama_variant(
@@ -231,8 +231,8 @@ hunyuan = _llama_variant(
 )
 phi3 = _llama_variant(
     "Phi-3, Phi-3.5 and Phi-4 (dense): projections are fused in the checkpoint too",
-    {"names": {"is_fused": True}},
-    is_fused=True,
+    {"names": {"is_fused_in_checkpoint": True}},
+    is_fused_in_checkpoint=True,
 )
 # Source: `qwen3_next` and `qwen3_5` of transformers 5, and the published checkpoints.
 qwen3_5 = _llama_variant(
@@ -325,7 +325,7 @@ def glm4(config: ModelConfig) -> ModelLayout:
     after_mlp = "post_mlp_layernorm" if has_norms else None
     return make_llama_variant(
         config,
-        {"names": {"is_fused": True}, "norms": {"after": after_mlp}},
+        {"names": {"is_fused_in_checkpoint": True}, "norms": {"after": after_mlp}},
         rotation=_interleaved_rotation(config),
         output_bias=False,
         norms={"after": "post_self_attn_layernorm" if has_norms else None},

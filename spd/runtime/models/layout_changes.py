@@ -59,7 +59,7 @@ class AttentionChanges(TypedDict, total=False):
     gate: OutputGate | None
     qkv_bias: bool
     output_bias: bool
-    is_fused: bool
+    is_fused_in_checkpoint: bool
     removes_mean: bool
 
 
@@ -67,7 +67,7 @@ class MlpNameChanges(TypedDict, total=False):
     """Fields of `MlpNames`."""
 
     block: str
-    is_fused: bool
+    is_fused_in_checkpoint: bool
 
 
 class MlpChanges(TypedDict, total=False):

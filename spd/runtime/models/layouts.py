@@ -130,7 +130,7 @@ class MlpNames:
 
     block: str = "mlp"
     """The prefix of their names."""
-    is_fused: bool = False
+    is_fused_in_checkpoint: bool = False
     """True if gate and up are one tensor in the checkpoint too."""
 
 
@@ -164,7 +164,7 @@ class MlpLayout:
     def matrices(self) -> dict[str, ParameterSpec]:
         """Return the parameters without norms."""
         inner = self.intermediate_size
-        if self.names.is_fused:
+        if self.names.is_fused_in_checkpoint:
             rows = {"gate_up_proj": self.shard.rows(inner, inner)}
         elif self.act.gated:
             rows = {"gate_proj": self.shard.rows(inner), "up_proj": self.shard.rows(inner)}
@@ -220,7 +220,7 @@ class MoeLayout:
         name = self.experts.shared_name
         if not size:
             return None
-        names = MlpNames(f"mlp.{name}", is_fused=name == "shared_mlp")
+        names = MlpNames(f"mlp.{name}", is_fused_in_checkpoint=name == "shared_mlp")
         return MlpLayout(self.hidden_size, size, act=self.shared_act, names=names, shard=self.shard)
 
     @property
