@@ -82,28 +82,33 @@ def test_what_is_written_is_read_by_the_official_library(tmp_path: Path) -> None
         assert set(file.keys()) == set(SIZES) and file.metadata() == {"format": "pt"}
 
 
+def count_disk_calls(last: int) -> None:
+    """Let this process kill itself at its `last` call to the disk."""
+    remaining = last
+
+    def counted(function: Callable[P, R]) -> Callable[P, R]:
+        def run(*arguments: P.args, **keywords: P.kwargs) -> R:
+            nonlocal remaining
+            remaining -= 1
+            if remaining <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **keywords)
+
+        return run
+
+    calls = [*((os, name) for name in DISK_CALLS), (shutil, "rmtree"), (writer, "sync_file")]
+    for owner, name in calls:
+        setattr(owner, name, counted(getattr(owner, name)))
+    globals()["tensor_content"] = counted(tensor_content)  # also between any two tensors
+
+
 def is_killed_at(call: int, work: Callable[[], None]) -> bool:
     """Run work in a child that kills itself at its n-th call to the disk; True if it did."""
     child = os.fork()
     if child == 0:
-        remaining = call
-
-        def counted(function: Callable[P, R]) -> Callable[P, R]:
-            def run(*arguments: P.args, **keywords: P.kwargs) -> R:
-                nonlocal remaining
-                remaining -= 1
-                if remaining <= 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*arguments, **keywords)
-
-            return run
-
-        calls = [*((os, name) for name in DISK_CALLS), (shutil, "rmtree"), (writer, "sync")]
-        for owner, name in calls:
-            setattr(owner, name, counted(getattr(owner, name)))
-        globals()["tensor_content"] = counted(tensor_content)  # also between any two tensors
-        status = 1  # of work that raises
+        status = 1  # of work that raises, so that the child never goes on with the tests
         try:
+            count_disk_calls(call)
             work()
             status = 0
         finally:
