@@ -168,7 +168,7 @@ class MtpLayout:
     def tensor_name(self, template: str, module: int) -> str:
         """Return the name of a module's tensor.
 
-        template: one of the family's names, with {i} or {l}.
+        template: one of the family's names, with {i}, {l} or neither.
         """
         return template.format(i=module, l=self.first_layer + module)
 

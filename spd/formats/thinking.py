@@ -7,7 +7,7 @@ vocabulary or in the text of the template. Only the few that have no such form a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 _WORD = r"(?:\w+:)?(?:think|thinking|thoughts?|reasoning)(?::\w+)?"
@@ -167,14 +167,17 @@ _STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 def find_thinking_switch(template: str) -> str | None:
     """Return the variable that switches thinking in a chat template; None where it reads none."""
     code = [_STRING.sub("''", match[1]) for match in _TEMPLATE_CODE.finditer(template) if match[1]]
-    return next((name for name in THINKING_SWITCHES if _is_read(name, code)), None)
+    return next((name for name in THINKING_SWITCHES if _is_read_first(name, code)), None)
 
 
-def _is_read(name: str, code: Collection[str]) -> bool:
-    """True if a template's code reads a variable before it sets it."""
+def _is_read_first(name: str, statements: Sequence[str]) -> bool:
+    """True if a template's statements read a variable before they set it.
+
+    They come in order, and their strings are emptied. Any use of the name counts as reading it.
+    """
     read = re.compile(rf"(?<![.\w]){name}\b(?!\s*=(?!=))")
     assigned = re.compile(rf"-?\s*set\s+{name}\s*=(?!=)")
-    for statement in code:
+    for statement in statements:
         target = assigned.match(statement)
         if read.search(statement, target.end() if target else 0):
             return True

@@ -228,9 +228,10 @@ class CompletionReply(ChatReply):
         return tokenizer.decode(self._prompt_ids[choice.index], skip_special=False)
 
     def _prompt_logprobs(self, choice: ReplyBuilder) -> LogprobColumns | None:
-        """Return the scores of a prompt's tokens, of which the first has none; None if not wanted.
+        """Return the log-probabilities of an echoed prompt's tokens, of which the first has none.
 
-        Moves the choice's offsets behind the prompt.
+        None if the request wants no log-probabilities. To be called once, behind the choice's first
+        event and before `_logprobs`: it moves the choice's offsets behind the prompt.
         """
         if self._generation.params.logprobs is None:
             return None

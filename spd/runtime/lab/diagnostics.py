@@ -251,9 +251,9 @@ def check_cuda_devices() -> Finding:
 
 
 def check_triton() -> Finding:
-    """Check that Triton can be imported and can store what it compiles.
+    """Check that Triton can be imported, compiles rather than interprets, and can store its programs.
 
-    Without it a GPU runs torch's kernels.
+    Failed where a GPU lacks it, which then runs torch's slower kernels; otherwise a warning.
     """
     import torch
 

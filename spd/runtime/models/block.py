@@ -1,6 +1,6 @@
 """The layout of block drafters: Qwen3's layers, and the tables around them.
 
-See `spd.formats.block` for the meaning of a drafter's tensors. No torch here.
+See `spd.formats.block` for the meaning of a drafter's tensors. No torch at import.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layout of EAGLE-3 heads: one Llama layer, whose attention reads a token and a state, and its
 tables.
 
-See `spd.formats.eagle3` for the meaning of a head's tensors. No torch here.
+See `spd.formats.eagle3` for the meaning of a head's tensors. No torch at import.
 """
 
 from __future__ import annotations
@@ -108,9 +108,10 @@ def check_eagle3(config: ModelConfig, checkpoint: Checkpoint) -> list[str]:
 
 
 def head_parts(config: ModelConfig, checkpoint: Checkpoint | None) -> list[weights.HeadPart]:
-    """Return the one part of a head, checked against its checkpoint. Raises CheckpointError.
+    """Return the one part of a head, checked against its checkpoint; warn of tensors not used.
 
-    Without a checkpoint its ids are spread evenly over the vocabulary.
+    Its ids of a smaller vocabulary are read from the checkpoint; without one they are spread evenly
+    over the target's. Raises CheckpointError.
     """
     eagle3 = config.eagle3
     assert eagle3 is not None

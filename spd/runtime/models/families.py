@@ -318,8 +318,9 @@ def mimo_v2(config: ModelConfig) -> ModelLayout:
 
 
 def glm4(config: ModelConfig) -> ModelLayout:
-    """Lay out GLM-4 (dense): half of each head rotates in interleaved pairs; since 0414 norms after
-    blocks too.
+    """Lay out GLM-4 (dense): a part of each head rotates in interleaved pairs.
+
+    Gate and up are one tensor, the attention's output has no bias; since 0414 norms follow blocks.
     """
     has_norms = config.architecture == "Glm4ForCausalLM"
     after_mlp = "post_mlp_layernorm" if has_norms else None

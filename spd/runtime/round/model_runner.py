@@ -440,10 +440,10 @@ class ModelRunner:
     def _write_merged_parts(
         self, parts: Sequence[PromptPart], states: Sequence[HeadStates | None]
     ) -> list[ModelOutput]:
-        """Write all parts in one pass and return the output of each.
+        """Write parts, each of another slot, in one pass and return the output of each.
 
-        Every layer writes all rows before it reads any, so a part may continue another part's
-        pages.
+        states: one for each part, or None for all. Attention writes all rows before it reads any, so
+        a part may read pages that another slot's part writes.
         """
         slot_rows = self._prompt_slot_rows(parts, states, MERGED_WIDTH)
         output = self._run_model(self._make_batch(slot_rows))

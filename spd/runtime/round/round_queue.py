@@ -161,8 +161,9 @@ class RoundQueue(Protocol):
         """Write the caches of positions `start` to `end` of the prompt admitted last, at `flush` at
         latest.
 
-        num_likeliest: how many likeliest tokens to score at each position, besides the prompt's token;
-        None: no scores.
+        slot, pages: where that prompt was admitted. chunked: True for the program of full chunks,
+        False for that of few rows. num_likeliest: how many likeliest tokens to score at each
+        position, besides the prompt's token; None: no scores.
         """
         ...
 
