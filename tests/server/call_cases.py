@@ -243,6 +243,13 @@ CASES: dict[str, str | tuple[str, list[Call]] | tuple[str, list[Call], str]] = {
         tag("<function=get_weather>\n<parameter=city>\n<parameter=x>\n</parameter>\n</function>"),
         [("get_weather", {"city": "<parameter=x>"})],
     ),
+    "Qwen3: another key in the last value": (
+        tag(
+            "<function=get_weather>\n<parameter=days>\n3\n</parameter>\n"
+            "<parameter=city>\nuse <parameter=x>y\n</parameter>\n</function>"
+        ),
+        [("get_weather", {"days": 3, "city": "use <parameter=x>y"})],
+    ),
     "Seed: without its mark": (
         f"<function=get_weather>\n{SEED_KEYS}</function>\n</seed:tool_call>",
         ONE,

@@ -170,11 +170,11 @@ def _read_tags(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Ca
         if key is None:
             return True
         name = key[1].strip()
-        remaining_names = None if is_exact else arguments.names - values.keys() - {name}
-        span = _value_span(text, key.end(), tags, remaining_names)
-        if span is None:
+        next_names = None if is_exact else arguments.names - values.keys() - {name}
+        ends = _value_ends(text, key.end(), tags, next_names, any_name=not arguments.names)
+        if ends is None:
             return True
-        value_end, place = span
+        value_end, place = ends
         value = text[key.end() : value_end]
         values[name] = value.removeprefix(edge).removesuffix(edge)
     pairs_as_json = (
@@ -184,22 +184,22 @@ def _read_tags(text: str, form: Form, schemas: Schemas, *, is_exact: bool) -> Ca
     return [(head[1], f"{{{', '.join(pairs_as_json)}}}")], end.end()
 
 
-def _value_span(
-    text: str, begin: int, tags: _Tags, remaining_names: set[str] | None
+def _value_ends(
+    text: str, begin: int, tags: _Tags, next_names: set[str] | None, *, any_name: bool
 ) -> tuple[int, int] | None:
-    """Return the end of a value, and the position behind its tag; None if it has not ended yet.
+    """Return the end of the value at `begin` and the end of its tag; None if it has not ended yet.
 
-    Some models leave out the tag that ends a value. With `remaining_names`, the arguments that may
-    still come, a value without it ends before one of them, or before the end of the calls. A
-    function without known arguments may have any name.
+    Some models leave out the tag that ends a value. With `next_names`, the arguments that may still
+    come, a value without it ends before the key of one of them, or before the end of the calls; with
+    `any_name`, as of a function whose arguments are not known, before any key.
     """
     closed = tags.last_close.search(text, begin)
-    if remaining_names is not None:
+    if next_names is not None:
         any_close = tags.close.search(text, begin)
         limit = len(text) if any_close is None else any_close.start()
         for cut in tags.cut.finditer(text, begin, limit):
             name = cut[1]
-            if name is None or not remaining_names or name.strip() in remaining_names:
+            if name is None or any_name or name.strip() in next_names:
                 return cut.start(), cut.start()
     return None if closed is None else (closed.start(), closed.end())
 
