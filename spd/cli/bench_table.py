@@ -303,7 +303,7 @@ def row_table(
 
 
 def _median_cell(name: str, format_spec: str = ".1f") -> Callable[[Row], str]:
-    """Return a function that formats a row's median; it returns "" where the row has none."""
+    """Return a function that formats the median of a row's field `name`, "" where there is none."""
     return lambda row: "" if row[name] is None else format(row[name]["median"], format_spec)
 
 

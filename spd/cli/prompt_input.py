@@ -120,9 +120,9 @@ def suggest_cut(
 def _cut_commands(
     options: GenerateOptions, prompt: Prompt, context: int, tokenizer: Tokenizer
 ) -> list[str]:
-    """Return the command that passes the end of a long file or of stdin.
+    """Return as a fix the command that passes only the end of the one file, or of stdin.
 
-    Nothing for other prompts.
+    Nothing for a chat, token ids, several files, or an argument that is most of the text.
     """
     files = [name for name in options.file or () if name != "-"]
     if options.messages is not None or prompt.ids is not None or len(files) > 1:

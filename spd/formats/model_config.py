@@ -72,6 +72,7 @@ class ModelConfig:
     rms_norm_eps: float = field(metadata=json_key("rms_norm_eps", 1e-12, 0.1))
     tie_embeddings: bool = field(metadata=json_key("tie_word_embeddings"))
     attention_bias: bool = field(metadata=json_key("attention_bias"))
+    """True if attention's projections have biases, in families that leave it to the checkpoint."""
     mlp_bias: bool = field(metadata=json_key("mlp_bias"))
     rope: RopeConfig
     dtype: str

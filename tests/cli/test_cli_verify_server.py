@@ -18,7 +18,7 @@ import pytest
 
 from spd.cli.commands.verify_server import parse_toggle
 from spd.errors import UsageError
-from spd.runtime.lab import api_server
+from spd.runtime.lab import api_client
 from spd.runtime.lab.server_check import chance_of_modes
 from tests.cli.conftest import ROOT, Run, RunResult, assert_refused
 from tests.cli.fake_api_server import TOGGLE, FakeServer, digest, send, send_json, serving
@@ -294,8 +294,8 @@ def test_a_hostile_answer_is_refused_in_a_line(
     case: str, verify: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, code, texts = HOSTILE[case]
-    monkeypatch.setattr(api_server, "REPLY_SECONDS", 0.3 if case == "drip" else 30)
-    monkeypatch.setattr(api_server, "MAX_REPLY_BYTES", 2**20)
+    monkeypatch.setattr(api_client, "REPLY_SECONDS", 0.3 if case == "drip" else 30)
+    monkeypatch.setattr(api_client, "MAX_REPLY_BYTES", 2**20)
     start = time.monotonic()
     ran = verify(FakeServer(answer=answer), "-n", 4)
     assert time.monotonic() - start < 20

@@ -114,10 +114,12 @@ class ChatModel:
         return not hasattr(self, "thread") or self.thread.close(seconds)
 
     def reload(self, stopped: threading.Event, new_options: ChatOptions) -> None:
-        """Close the engine and load one with other options, showing its progress.
+        """Close the engine and load one with other options, or for another model; show its progress.
 
-        On failure the old options are restored, and their engine loads in the background. Raises
-        what checking and loading raise, and KeyboardInterrupt once `stopped` is set.
+        The drafter given at the start is used where model and method allow it, else dropped. Options
+        that are refused change nothing. If loading fails, the old options are restored, and their
+        engine loads in the background. Raises what checking and loading raise, and KeyboardInterrupt
+        once `stopped` is set.
         """
         previous_options = self.options
         folder = self.folder

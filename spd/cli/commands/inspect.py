@@ -214,10 +214,11 @@ def _choose_drafter(
 def speculation_facts(
     choice: Drafter | SpdError, folder: ModelFolder, draft: ModelFolder | None
 ) -> Facts:
-    """Return the JSON object of the drafter that was chosen, and whether each method could run.
+    """Return the JSON object of the drafter that was chosen, and whether each method has one.
 
     choice: the drafter of `--spec auto`, or the error that takes its place. `draft_max` is the
-    method's default. Methods that take a draft model are tried with `draft`.
+    drafter's own default. Each method but auto and off is tried, with `draft` where it takes one;
+    with `draft` the reason is that it was given.
     """
     facts: Facts = {"method": None, "reason": None, "draft_max": None, "methods": {}}
     if isinstance(choice, SpdError):

@@ -21,7 +21,7 @@ from spd.version import __version__
 
 if TYPE_CHECKING:
     from spd.runtime.lab import (
-        ApiServer,
+        ApiClient,
         Mode,
         Question,
         Replies,
@@ -126,9 +126,9 @@ def _make_targets(options: VerifyOptions) -> dict[Mode, Target]:
 
     Asks servers for the name of their model unless --model has it. Raises SpdError.
     """
-    from spd.runtime.lab import ApiServer, Target
+    from spd.runtime.lab import ApiClient, Target
 
-    on = ApiServer(options.model, options.api_key)
+    on = ApiClient(options.model, options.api_key)
     if options.toggle is not None:
         model = options.served_model or _only_model(on)
         on_fields, off_fields = parse_toggle(options.toggle)
@@ -139,14 +139,14 @@ def _make_targets(options: VerifyOptions) -> dict[Mode, Target]:
     if not is_url(options.against):
         fix = ["--against http://HOST:PORT"]
         raise UsageError(f"--against {options.against} is no address of a server", fix=fix)
-    off = ApiServer(options.against, options.api_key)
+    off = ApiClient(options.against, options.api_key)
     return {
         "off": Target(off, {"model": options.served_model or _only_model(off)}),
         "on": Target(on, {"model": options.served_model or _only_model(on)}),
     }
 
 
-def _only_model(server: ApiServer) -> str:
+def _only_model(server: ApiClient) -> str:
     """Ask a server for its models and return the name of the one. Raises UsageError for others."""
     names: list[str] = server.models()
     if len(names) != 1:

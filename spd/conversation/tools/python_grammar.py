@@ -80,5 +80,5 @@ class PythonInTagsGrammar(PairGrammar):
     """Writes expressions of arguments between tags, whose objects and lists may be Python's."""
 
     def literals(self, argument: Argument) -> list[str]:
-        """Return the expressions of values that are Python's."""
+        """Return the expressions of Python's words, lists and objects, beside JSON."""
         return [*super().literals(argument), *PythonGrammar.within(self).containers_of(argument)]

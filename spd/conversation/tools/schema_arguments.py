@@ -161,7 +161,7 @@ _NO_JSON: JsonObject = {}
 
 
 def _parsed_json(text: str) -> Json:
-    """Return the value of a JSON text; `_NO_JSON` for a text that is no JSON."""
+    """Return the value of a JSON text; the object `_NO_JSON`, by identity, for one that is no JSON."""
     try:
         value: Json = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):

@@ -126,7 +126,7 @@ def _scored_merges(
         texts=texts,
         mergeable=scores.keys(),
         unmergeable=frozenset(_added_ids(vocab)).union(bytes_),
-        order=by_lengths if _has_runs_of_blanks(vocab) else by_ids,
+        order=by_lengths if _orders_merges_by_length(vocab) else by_ids,
         build_full_model=lambda: _build_model(
             ids, _merges_of_scores(vocab, texts, ids), _model_options(vocab, None)
         ),
@@ -300,7 +300,7 @@ def _merges_of_scores(
     Converters order merges of one score in two ways: by ids, and since Gemma 3, whose runs of
     blanks are user-defined tokens, the longest first part first.
     """
-    order = _by_lengths if _has_runs_of_blanks(vocab) else _by_ids(ids)
+    order = _by_lengths if _orders_merges_by_length(vocab) else _by_ids(ids)
     merges: list[Pair] = []
     for _, group in groupby(_ranked_pieces(vocab, texts), key=itemgetter(0)):
         start = len(merges)
@@ -326,8 +326,12 @@ def _ranked_pieces(vocab: Vocabulary, texts: Sequence[str]) -> list[tuple[float,
     return pieces
 
 
-def _has_runs_of_blanks(vocab: Vocabulary) -> bool:
-    """True if two blanks are a token that is matched before merges run."""
+def _orders_merges_by_length(vocab: Vocabulary) -> bool:
+    """True if merges of one score are in the order of their lengths, as converters write them since
+    Gemma 3.
+
+    Such a vocabulary is known by two blanks that are a token of its user's.
+    """
     return any(
         vocab.types[vocab.ids[text]] == USER_DEFINED
         for text in ("  ", 2 * SPACE)

@@ -80,14 +80,14 @@ class SchemaDocument:
             try:
                 self.node_at(pointer)
                 self._resolved[reference] = pointer
-            except (LookupError, ValueError, TypeError):
+            except (LookupError, ValueError):
                 self._resolved[reference] = None
         return self._resolved[reference]
 
     def node_at(self, pointer: str) -> Json:
-        """Return the node at a JSON pointer, `#` for the root.
+        """Return the node at a JSON pointer that is percent-decoded, `#` for the root.
 
-        Raises LookupError, ValueError or TypeError where there is none.
+        Raises LookupError or ValueError where there is none.
         """
         node = self.root
         if pointer == "#":
@@ -96,7 +96,7 @@ class SchemaDocument:
             raise LookupError(pointer)
         for step in pointer.split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, list):
+            if isinstance(node, list) and key.isdecimal():
                 node = node[int(key)]
             elif isinstance(node, dict):
                 node = node[key]
@@ -277,7 +277,7 @@ class _SchemaCloser:
         if not isinstance(node, dict):
             return
         self._count_node()
-        _add_keys(node, group)
+        _add_own_constraints(node, group)
         for key in (*CONDITIONS, "dependentSchemas", "dependencies", "allOf"):
             if key not in node:
                 continue
@@ -387,9 +387,12 @@ class _SchemaCloser:
         return f"#/$defs/{self._keys[key]}"
 
 
-def _add_keys(node: JsonObject, group: _Group) -> None:
-    """Add to `group` one schema's own constraints on an object's keys, and its places of
-    schemas.
+def _add_own_constraints(node: JsonObject, group: _Group) -> None:
+    """Add to `group` what one schema, without those within it, says of an object.
+
+    Its properties, whether it is open, the fewest keys, and every key that may be required, also by
+    `enum`, `const` and dependencies; and the places for which it has a schema: a property, other
+    keys, an array's items.
     """
     properties = node.get("properties")
     if isinstance(properties, dict):

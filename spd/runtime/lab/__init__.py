@@ -5,7 +5,7 @@ from __future__ import annotations
 from spd.lazy_names import make_lazy_getattr
 
 _NAMES = {
-    "api_server": ("ApiServer",),
+    "api_client": ("ApiClient",),
     "diagnostics": ("Finding", "OK", "Step", "WARNING", "describe_machine", "diagnostic_steps"),
     "explain": (
         "Explanation",

@@ -21,7 +21,7 @@ from typing import Literal
 
 from spd.errors import IncompatibleError
 from spd.runtime.engine.request import derived_seed
-from spd.runtime.lab.api_server import ApiReply, ApiServer
+from spd.runtime.lab.api_client import ApiClient, ApiReply
 from spd.runtime.lab.prompt_set import Prompt
 
 Mode = Literal["off", "on"]
@@ -194,7 +194,7 @@ def make_settings(
 class Target:
     """A server, and the fields of a request that set its speculation to a mode."""
 
-    server: ApiServer
+    server: ApiClient
     fields: Mapping[str, object]
     """The model's name among them."""
 
@@ -305,7 +305,7 @@ class ServerCheck:
         """
         results: queue.SimpleQueue[tuple[Question, Mode, ApiReply | Exception]]
         results = queue.SimpleQueue()
-        lines: dict[ApiServer | None, list[tuple[Question, Mode]]] = {}
+        lines: dict[ApiClient | None, list[tuple[Question, Mode]]] = {}
         for question, mode in tasks:
             server = self._targets[mode].server if concurrency > 1 else None
             lines.setdefault(server, []).append((question, mode))

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TypedDict
 
 from spd.errors import SpdError
-from spd.runtime.lab.api_server import TOP_LOGPROBS, ApiReply, TokenEntry
+from spd.runtime.lab.api_client import TOP_LOGPROBS, ApiReply, TokenEntry
 from spd.runtime.lab.server_check import Mode, Question, ServerCheck, Setting
 
 EXCERPT = 24

@@ -34,7 +34,10 @@ BATCH_REQUESTS = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """The extent of a sweep. `repetitions` None: as many as fit into `seconds`, three at least."""
+    """The extent of a sweep. `repetitions` None: as many as fit into `seconds`, three at least.
+
+    loads: the arrivals of requests to measure, one after another.
+    """
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
     loads: tuple[Load, ...] = (Load(),)

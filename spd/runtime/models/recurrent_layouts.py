@@ -23,7 +23,8 @@ from spd.runtime.models.parameters import (
 class DeltaLayout:
     """A gated DeltaNet: queries, keys, values and output gates; corrections and steps of each head.
 
-    A slot has a state, and rings of its last `depth` rows, whatever the length of its text.
+    A slot has a state, and rings of its last rows, whatever the length of its text. `ScanLayout`, of
+    Mamba-2, is made of it.
     """
 
     hidden_size: int
@@ -38,7 +39,8 @@ class DeltaLayout:
     def sharded(self, shard: Shard) -> DeltaLayout:
         """Return the layout of a rank's key heads, and of the value heads that read them.
 
-        Ranks sum the results of their output columns.
+        Value heads are a multiple of key heads, as the configuration's reader checks. Raises
+        IncompatibleError where the key heads cannot be divided.
         """
         keys = shard.count_per_rank(self.delta.key_heads, "key heads of recurrent layers")
         part = replace(self.delta, key_heads=keys, value_heads=self.delta.value_heads // shard.size)

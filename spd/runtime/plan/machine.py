@@ -43,8 +43,9 @@ class Machine:
         return not self.on_cpu or bool(processor_features() & FAST_BFLOAT16_FEATURES)
 
     def count_sharing_ranks(self, ranks: int) -> int:
-        """Return how many of `ranks` share this device's memory and cores: all on a CPU, else
-        one.
+        """Return how many of `ranks` share this device's memory and cores.
+
+        All do on a CPU; else one, for each rank has a GPU of its own.
         """
         return ranks if self.on_cpu else 1
 

@@ -67,8 +67,8 @@ class ApiReply:
         return self.text, self.finish_reason
 
 
-class ApiServer:
-    """A server by its address, and a key for it. Every request has a connection of its own."""
+class ApiClient:
+    """A client of one server, with its address and key. Every request has a connection of its own."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Check an address; without a path it stands for `/v1`. Raises UsageError."""
