@@ -53,7 +53,7 @@ PartDelta = tuple[Part, str, bool]
 
 
 def tool_call(part: Part) -> ToolCall:
-    """Return a call as chat completions write it."""
+    """Return a call as chat completions write it, with its arguments so far and without `index`."""
     return {
         "id": part.id,
         "type": "function",

@@ -53,7 +53,8 @@ class ThinkingCounter:
 class MarkedText:
     """A reply's text with marks in the places of special tokens, which have no text.
 
-    The text may lag behind the tokens: a text that may begin a stop string is held back.
+    The parsers of tool calls and channels read it; without marks it is the text as it comes. The text
+    may lag behind the tokens: a text that may begin a stop string is held back.
     """
 
     def __init__(self, marks: Mapping[int, str], token_bytes: Callable[[int], bytes]) -> None:

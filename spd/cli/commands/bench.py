@@ -96,7 +96,7 @@ SHARED_CONFIG_FIELDS = (
     "memory_fraction",
     "threads",
 )
-"""Fields that all engines share; the others are lists, with one engine per combination."""
+"""Fields of `EngineConfig` that every engine of the sweep takes from the options unchanged."""
 
 _sweep_option = partial(option, "What is compared")
 _work_option = partial(option, "What is asked")

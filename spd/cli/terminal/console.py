@@ -68,7 +68,7 @@ class Session:
     rendezvous: int | None = None
     """The number of ranks that torchrun has started; None without torchrun."""
     config_notes: list[str] = field(default_factory=list)
-    """Lines that name the file of options and what it sets; shown by -v and in refusals."""
+    """Lines of what the file of options sets, or why it is not read: for -v and for errors of use."""
     noted: set[str] = field(default_factory=set)
     """Kinds of notes that `note_once` has written."""
 

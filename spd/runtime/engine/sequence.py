@@ -92,7 +92,7 @@ class Detokenizer:
         return text
 
     def _look_for_stop(self) -> bool:
-        """Cut the pending text before the first completed stop string; True if there is one."""
+        """Cut the pending text before the completed stop string that begins first; True if any is."""
         if self._count <= self._min_tokens:
             return False
         # A stop counts if it is completed after the minimum, however tokens are split into rounds.

@@ -81,6 +81,7 @@ class NativeResidualProjection:
     """A `ResidualProjection` by the C kernels."""
 
     product: NativeLinear
+    """The linear layer whose result is added to the stream by the same call."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
         """Return the stream [T, N] plus the product of x [T, K]."""

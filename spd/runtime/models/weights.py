@@ -330,10 +330,11 @@ class PackedSpec:
         return columns
 
     def count_bytes(self, shape: Shape) -> int:
-        """Return the bytes of a matrix of a shape (rows, columns).
+        """Return the planned bytes of a matrix of a shape (rows, columns).
 
-        Codes of four bits may be stored in full steps of two groups, at most `FOUR_BIT_STEP`
-        columns; GGUF's blocks always in steps of so many columns.
+        Rows that the tiles of a CPU add are not counted. Codes of four bits may be stored in full
+        steps of two groups, at most `FOUR_BIT_STEP` columns; GGUF's blocks always in steps of so many
+        columns.
         """
         rows, columns = shape
         if self.is_blocked:

@@ -88,7 +88,7 @@ def connect_to_leader(host: str, port: int, key: bytes) -> tuple[RankConnection,
     """Connect to where rank 0 listens, prove to know the key, and return the connection and this
     machine's address on it.
 
-    Raises OSError, EOFError.
+    Raises OSError, EOFError, and AuthenticationError for another key.
     """
     with socket.create_connection((host, port), timeout=30) as endpoint:
         connection = RankConnection.from_socket(endpoint)
@@ -124,7 +124,7 @@ def follow_leader(spec: RankSpec, leave: Callable[[int], None]) -> int:
             connection, local_host = connect_to_leader(
                 spec["host"], spec["port"], bytes.fromhex(spec["key"])
             )
-    except (OSError, EOFError):
+    except (OSError, EOFError, AuthenticationError):
         return EXIT_OTHER_RANK_ENDED
     try:
         if spec["device"] != "cpu":
