@@ -57,7 +57,7 @@ StoredWeight = Tensor | GroupedWeight | StackedWeight
 
 
 class BlockTensors(dict[str, Tensor]):
-    """A block's tensors by the names of its layout; for a matrix in codes, the codes."""
+    """Tensors of a layer's block, or of a model's tables, by name; of a matrix in codes, its codes."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)

@@ -56,11 +56,11 @@ class Proposer:
     """Names of the attributes by slots; see `narrow_to_slots`."""
 
     def admit(self, slot: int, start: int, view: SlotView) -> None:
-        """Prepare the proposer's own states for a slot, new or after a preemption, whose pages have
-        the positions up to `start`.
+        """Prepare the proposer's own states for a slot, new or after a preemption.
 
-        The slot's row of `state` is written already. `prefill` is not called for the positions of
-        its pages.
+        Positions below `start` are in the caches already; `prefill` is called from `start` on. view:
+        the pages of all the slot's tokens and of some more, most of them perhaps unwritten. The
+        slot's row of `state` is written already.
         """
 
     def save_tail(self, slot: int, end: int, page: int) -> None:
