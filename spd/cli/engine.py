@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from spd.cli.terminal.console import Console
+from spd.cli.terminal.console import Console, Session
 from spd.cli.terminal.progress import compiling, loading
 from spd.cli.terminal.streams import is_terminal
 
@@ -20,18 +20,21 @@ LONG_LOAD = 3.0
 
 
 def load_engine(
-    console: Console, name: str, config: EngineConfig, *, recommends_server: bool = False
+    session: Session, name: str, config: EngineConfig, *, recommends_server: bool = False
 ) -> Engine:
     """Load an engine and return it; show progress on a terminal meanwhile.
 
     recommends_server: print a note after a long load, unless kernels were compiled during it.
-    name: the model, as messages call it.
+    name: the model, as messages call it. Raises Interrupted where a signal came meanwhile, even if
+    a callback of the loader swallowed its exception.
     """
+    console = session.console
     compile_reports: list[str] = []
     with loading(f"loading {name}", console) as progress, compiling(compile_reports.append):
         from spd.runtime import Engine
 
         engine = Engine(config, progress=progress)
+    session.guard.raise_if_received()
     if recommends_server and not compile_reports:
         _print_load_note(console, name, engine)
     return engine

@@ -145,13 +145,14 @@ def parse_value(name: str, annotation: str, text: str) -> Any:
         return None
     if match is None:
         return text
+    joint = "=" if " " in name else " "  # `/set temperature` and `--set top_k` take NAME=VALUE
     if match[1] == "bool":
         switch_values = {"on": True, "off": False, "true": True, "false": False}
         if text not in switch_values:
             message = f"{text} is not on or off" if text else "on or off?"
-            raise UsageError(f"{name}: {message}", fix=[f"{name} on|off"])
+            raise UsageError(f"{name}: {message}", fix=[f"{name}{joint}on|off"])
         return switch_values[text]
     try:
         return float(text) if match[1] == "float" else int(text)
     except ValueError:
-        raise UsageError(f"{name}: {text} is not a number", fix=[f"{name} 1"]) from None
+        raise UsageError(f"{name}: {text} is not a number", fix=[f"{name}{joint}1"]) from None

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import threading
 import time
 from contextlib import redirect_stderr
@@ -21,6 +22,7 @@ import spd.server.run
 from spd.cli import engine as engine_module
 from spd.cli.chat.model import ChatModel
 from spd.cli.chat.options import ChatOptions
+from spd.cli.signals import Interrupted, SignalGuard
 from spd.cli.terminal import progress as progress_module
 from spd.cli.terminal.console import Console
 from spd.cli.terminal.progress import Ticker, loading
@@ -310,3 +312,22 @@ def test_a_batch_that_fills_all_slots_is_captured_for(
     for lines, captured in ((1, []), (4, []), (5, [(0.7, 4)])):
         assert spd_run("generate", argv, stdin=b'{"prompt": "Hi"}\n' * lines).code == 0
         assert captures == captured
+
+
+def test_a_signal_that_a_callback_swallowed_ends_the_command_after_loading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is noted, and nothing is generated."""
+    guard = SignalGuard()
+
+    def load_while_a_signal_comes(config: EngineConfig, progress: Any) -> Any:
+        guard.received = signal.SIGINT
+        return SimpleNamespace(load_ms=1e6)
+
+    monkeypatch.setattr(spd.runtime, "Engine", load_while_a_signal_comes)
+    session: Any = SimpleNamespace(console=Console(), guard=guard)
+    with pytest.raises(Interrupted):
+        engine_module.load_engine(
+            session, "demo", EngineConfig(model=Path("demo")), recommends_server=True
+        )
+    assert "loading took" not in capsys.readouterr().err

@@ -69,7 +69,7 @@ def _generate_local(session: Session, options: GenerateOptions, sink: Sink) -> i
         )
         return 0
     engine = load_engine(
-        session.console,
+        session,
         options.model,
         settings.config,
         recommends_server=not (options.json or options.no_server),

@@ -91,7 +91,7 @@ def generate_lines(session: Session, options: GenerateOptions, sink: Sink) -> in
     remaining_lines = lines[num_done:]
     if remaining_lines:
         served = served_engine(session, options, settings.config.slots)
-        engine = served or load_engine(session.console, options.model, settings.config)
+        engine = served or load_engine(session, options.model, settings.config)
         slots = engine.info.slots
         if len(remaining_lines) > slots:
             engine.capture_ahead([settings.sampling.params], concurrency=slots)
