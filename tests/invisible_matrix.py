@@ -315,9 +315,9 @@ CELLS = [
         form=("bfloat16",),
     ),
     # Every family.
-    *family_tables(WINDOWED, ("ngram", "draft"), k=(1, 3, 5), slots=(1, 3)),
-    *family_tables(SPARSE, ("ngram", "draft", "self"), k=(2, 4), slots=(1, 4)),
-    *family_tables(SPECIAL, ("ngram", "self"), 2, k=(1, 3), slots=(1, 3)),
+    *family_tables(WINDOWED, ("ngram", "draft"), 2, k=(1, 3, 5), slots=(1, 3)),
+    *family_tables(SPARSE, ("ngram", "draft", "self"), 2, k=(2, 4), slots=(1, 4)),
+    *family_tables(SPECIAL, ("ngram", "self"), 3, k=(1, 3), slots=(1, 3)),
     *family_tables(OTHERS, ("ngram",), 0, k=(3,), slots=(1, 3)),
     *family_tables(sorted(MTP_FAMILIES), ("mtp",), 2, k=(1, 3), slots=(1, 3)),
     # Recurrent layers, with pages to spare and with few.

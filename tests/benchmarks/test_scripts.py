@@ -90,6 +90,7 @@ def test_a_server_says_what_generate_says() -> None:
 CELL = ["--requests", "6", "--tokens", "8", "--only", "bfloat16/ngram/k2", "-m", "demo"]
 
 
+@pytest.mark.slow
 def test_nothing_differs_and_a_later_call_runs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ def test_unmeasured_lengths_cost_in_proportion() -> None:
     assert long.verify_times() == {0: 3.0, 4: 9.0}
 
 
+@pytest.mark.slow
 def test_the_engine_tells_how_long_contexts_are(monkeypatch: Patch) -> None:
     """Contexts that grow past a class's border are counted in the next one; no text changes."""
     monkeypatch.setattr(rules, "SHORT_CONTEXT", 64)
@@ -521,6 +522,7 @@ def test_lookup_next_to_a_model_needs_longer_matches(tiny: Any) -> None:
         assert plan_of(spec="mtp+ngram", **options).ngram_min == shortest
 
 
+@pytest.mark.slow
 def test_lookup_drafts_alone_on_the_demo() -> None:
     """A prompt full of one line: lookup drafts alone, and the text is the plain one."""
     prompt = random_prompts(1, 20, 900, seed=3)[0] * 4

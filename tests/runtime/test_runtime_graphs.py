@@ -160,7 +160,7 @@ def test_replays_are_eager_rounds(
         assert 0 < sum(m.draft_n_accepted for m in metrics) < sum(m.draft_n for m in metrics)
 
 
-@pytest.mark.covers(count=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["one", "ngram", "draft", "eagle"])
 def test_changing_lengths_change_no_text(pairs: Pairs, watched: Watched, method: str) -> None:
     """Each pair of lengths is a separate program; drafters catch up between them."""
