@@ -238,9 +238,9 @@ def _alone(layer: Layer, form: Form, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     attend = twin._attend_windows
     begin = interpreter_builder.set_grid_idx
 
-    def attend_noting(query: Tensor, pools: Any, plan: Any, params: Any, **rotation: Any) -> Tensor:
+    def attend_noting(query: Tensor, *arguments: Any) -> Tensor:
         queries.append(query)
-        return attend(query, pools, plan, params, **rotation)
+        return attend(query, *arguments)
 
     def begin_anew(x: int, y: int, z: int) -> None:
         for pool, before in zip(pools, layer.pools, strict=True):

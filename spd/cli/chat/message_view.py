@@ -17,7 +17,7 @@ JOINED_PICTURES = re.compile(
     rf"(?<={_PICTURE})\ufe0f?(?:\u200d{_PICTURE}\ufe0f?|[\U0001f3fb-\U0001f3ff])+"
 )
 """What follows the first picture of a family, a profession or a skin: terminals differ in whether
-they draw it as one, so that nobody knows the column behind it."""
+they draw it as one, so that the column behind it is not known."""
 
 
 class MessageView(Processor):

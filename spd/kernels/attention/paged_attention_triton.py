@@ -340,8 +340,7 @@ def paged_attention(
     if isinstance(plan, ChunkPlan):
         return _attend_prompt(query[0], pools, plan, params)[None]
     assert isinstance(plan, SplitPlan)
-    unrotated = dict.fromkeys(("projection", "angles", "kv_slots"))
-    return _attend_windows(query, pools, plan, params, **unrotated)
+    return _attend_windows(query, pools, plan, params)
 
 
 def rotary_attention(
@@ -367,22 +366,22 @@ def rotary_attention(
         query = rotary_store(qkv.flatten(0, 1), rows, qk_weight, epsilon, pools, num_heads)
         return paged_attention(query.view(shape), pools, plan, params)
     query = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
-    return _attend_windows(
-        query,
-        pools,
-        plan,
-        params,
-        projection=Projection(qkv.contiguous(), rows.cos, rows.sin, qk_weight, epsilon),
-        angles=rows.positions.contiguous(),
-        kv_slots=rows.kv_slots.contiguous(),
-    )
+    projection = Projection(qkv.contiguous(), rows.cos, rows.sin, qk_weight, epsilon)
+    return _attend_windows(query, pools, plan, params, projection, rows)
 
 
 def _attend_windows(
-    query: Tensor, pools: Pools, plan: SplitPlan, params: AttentionParams, **rotation: Any
+    query: Tensor,
+    pools: Pools,
+    plan: SplitPlan,
+    params: AttentionParams,
+    projection: Projection | None = None,
+    rows: RotatedRows | None = None,
 ) -> Tensor:
-    """Attend windows of query [S, Q, H, D], which the kernel writes first if it has a
-    projection."""
+    """Attend windows of query [S, Q, H, D].
+
+    With a projection and its rows the kernel writes query first, and the rows' keys and values.
+    """
     slots, width, num_heads, size = query.shape
     kv_heads = plan.heads.num_kv_heads
     device = device_properties(query.device)
@@ -414,7 +413,9 @@ def _attend_windows(
         ROTATED=warps * max(1, min(HEADS_A_PROGRAM, ROTATED_PAIRS // pairs)),
         num_warps=warps,
         maxnreg=None if plan.programs > device.processors else MAX_REGISTERS,
-        **rotation,
+        projection=projection,
+        angles=None if rows is None or rows.positions is None else rows.positions.contiguous(),
+        kv_slots=None if rows is None else rows.kv_slots.contiguous(),
         **tiles,
         **shape,
     )
