@@ -157,7 +157,12 @@ class Commands:
     def do_model(self, argument: str) -> None:
         """show the model, or load another and go on with this chat: /model NAME"""
         if argument:
-            self._chat.reload_model(dataclasses.replace(self._chat.model.options, model=argument))
+            options = dataclasses.replace(self._chat.model.options, model=argument)
+            try:
+                self._chat.reload_model(options)
+            except SpdError as error:
+                error.fix = tuple(re.sub("^-m ", "/model ", line) for line in error.fix)
+                raise
         else:
             self._chat.print_lines(self._chat.model.summary_lines())
 
