@@ -403,7 +403,8 @@ def stats_line(metrics: RequestMetrics) -> str:
         share = f"{metrics.draft_acceptance_rate:.0%}"
         parts.append(f"drafts {metrics.draft_n_accepted}/{metrics.draft_n} ({share})")
     if metrics.draft_n_masked:
-        parts.append(f"by the grammar {metrics.draft_masked_share:.0%}")
+        waited = f"{metrics.rounds_waited}/{metrics.rounds}"
+        parts.append(f"by the grammar {metrics.draft_masked_share:.0%}, waited {waited} rounds")
     return " · ".join(parts)
 
 
@@ -425,6 +426,8 @@ def stats_facts(metrics: RequestMetrics, info: EngineInfo) -> Mapping[str, Facts
         "with drafts": metrics.num_draft_rounds,
         "tokens per round": f"{metrics.tokens_per_round:.2f}",
     }
+    if metrics.rounds_waited:
+        rounds["waited for the grammar"] = metrics.rounds_waited
     drafts: Facts = {
         "method": info.spec,
         "draft max": info.draft_max,

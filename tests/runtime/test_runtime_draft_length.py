@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from spd.formats.demo import demo_folder
 from spd.runtime import EngineConfig, SamplingParams, make_plan
 from spd.runtime.engine import draft_length as rules
-from spd.runtime.engine.draft_length import MIN_SAMPLES, PLAIN_PATIENCE, Acceptance, DraftLength
+from spd.runtime.engine.draft_length import PLAIN_PATIENCE, Acceptance, DraftLength
+from spd.runtime.engine.round_times import MIN_SAMPLES, PROBE_INTERVAL, RoundTimes
 from spd.runtime.plan.config import LONG_MATCH, NGRAM_MIN
 from spd.runtime.plan.plan import EnginePlan
 from tests.helpers import Patch, assert_same_runs, make_engine, random_prompts, run_all
@@ -51,14 +52,12 @@ def test_no_other_k_is_run(
 
 def test_without_acceptance_k_goes_to_zero_and_is_probed_ever_less() -> None:
     chosen = play(DraftLength(6, adaptive=True), 3000, 0.0)
-    settled = next(
-        i for i in range(len(chosen)) if not any(chosen[i : i + rules.PROBE_INTERVAL - 1])
-    )
+    settled = next(i for i in range(len(chosen)) if not any(chosen[i : i + PROBE_INTERVAL - 1]))
     probes = [i for i in range(settled, len(chosen)) if chosen[i] and not chosen[i - 1]]
     lasted = [next(n for n in range(1, 99) if not chosen[i + n]) for i in probes[:-1]]
     assert set(lasted) == {rules.PROBE_OUTCOMES}, "each tries as many drafts as make evidence"
     gaps = [b - a - rules.PROBE_OUTCOMES + 1 for a, b in itertools.pairwise(probes)]
-    assert gaps[:4] == [*(n * rules.PROBE_INTERVAL for n in (2, 4, 8)), rules.MAX_PROBE_INTERVAL]
+    assert gaps[:4] == [*(n * PROBE_INTERVAL for n in (2, 4, 8)), rules.MAX_PROBE_INTERVAL]
     assert set(gaps[3:]) == {rules.MAX_PROBE_INTERVAL}
 
 
@@ -239,10 +238,28 @@ def test_a_new_context_length_is_timed_without_drafts_first_and_begins_with_the_
     assert length.break_even(6) == pytest.approx((0.010 + 6 * 0.0004) / 0.010, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("requests", "seconds_a_row", "longest"), [(1, 0.002, 6), (1, 0.02, 0), (8, 0.002, 0)]
+)
+def test_sure_drafts_make_rounds_longer_where_that_pays(
+    requests: int, seconds_a_row: float, longest: int
+) -> None:
+    """Six sure tokens of one request pay for rows that cost less, of all requests together."""
+    length = DraftLength(6, adaptive=True, tiers=(0, 2, 6))
+    length.set_requests([(Acceptance(), 6)] * requests)
+    for k in (0, 6):
+        length.times.verify[k].extend([0.010 + k * seconds_a_row] * MIN_SAMPLES)
+    assert length.longest_k(0) == longest
+    assert length.longest_k(6) == 6
+    assert [length.round_up(drafts) for drafts in (0, 1, 3)] == [0, 2, 6]
+    length.adaptive = False
+    assert length.longest_k(2) == 2
+
+
 def test_unmeasured_lengths_cost_in_proportion() -> None:
-    short = rules.RoundTimes()
+    short = RoundTimes()
     short.verify |= {k: deque([seconds] * MIN_SAMPLES) for k, seconds in ((0, 1.0), (4, 2.0))}
-    long = rules.RoundTimes(similar=short)
+    long = RoundTimes(similar=short)
     assert long.verify_times() == {0: 1.0, 4: 2.0}
     long.verify[0].extend([3.0] * MIN_SAMPLES)
     assert long.verify_times() == {0: 3.0, 4: 6.0}

@@ -31,7 +31,7 @@ from spd.runtime.engine.sequence import NEVER_BEGAN
 from spd.runtime.round.limits import mask_width
 from spd.runtime.round.local_queue import LocalRoundQueue
 from spd.runtime.round.sampling_params import SamplingSteps
-from tests.helpers import get_local_queue, make_fast_engine, random_prompts, run_requests
+from tests.helpers import Patch, get_local_queue, make_fast_engine, random_prompts, run_requests
 from tests.runtime.round_distribution import LIMIT_OF_ERROR, difference
 from tests.runtime.rule_distribution import RULES, RuleCase, RuleEnumeration
 from tests.runtime.target_distribution import number_of
@@ -216,6 +216,30 @@ def test_rounds_with_masked_drafts_are_recorded(temperature: float) -> None:
     replays = {shape: replay for shape, (replay, _) in rounds.captured.items()}
     assert any(shape.needs.grammar and shape.next_k for shape in replays)
     assert all(replay is not None for replay in replays.values())
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_is_forced_makes_a_round_longer(target: Path, monkeypatch: Patch, lag: int) -> None:
+    """Rounds without drafts verify forced tokens; who has none is not taken for a failure."""
+    grammar = GrammarSpec("regex", "(ab|cd)efghijklmnop(q|r)stuvwxyz!")
+    params = SamplingParams(max_tokens=40, temperature=1.0)
+    batch = [
+        Request("forced", PROMPTS[0], params, grammar=grammar),
+        Request("free", PROMPTS[1], params),
+    ]
+    plain = run_requests(make_fast_engine(target), batch)
+    engine = make_fast_engine(target, slots=2, lag=lag, spec="ngram", draft_max=6, adaptive=True)
+    monkeypatch.setattr(engine.draft_length, "choose_k", lambda: 0)
+    monkeypatch.setattr(engine.draft_length, "longest_k", lambda k: 5)
+    rate = engine.draft_length.rate
+    runs = run_requests(engine, batch)
+    assert [run.output for run in runs] == [run.output for run in plain]
+    forced, free = (run.metrics for run in runs)
+    assert max(len(record.draft) for record in runs[0].rounds) == 5
+    assert forced.draft_n_masked == forced.draft_n == forced.draft_n_accepted >= 15
+    assert forced.rounds_waited == forced.rounds < 0.5 * len(plain[0].tokens)
+    assert free.draft_n == free.rounds_waited == 0
+    assert engine.draft_length.rate == pytest.approx(rate)
 
 
 def test_what_is_forced_follows_the_allowed_drafts(target: Path, compiler: GrammarCompiler) -> None:

@@ -17,6 +17,21 @@ CHANCE_SHARE = 1 / 16
 """The share of accepted first drafts up to which they are about as good as chance."""
 
 
+def observe_drafts(
+    draft_length: DraftLength, sequence: Sequence, k: int, drafts: int, accepted: int, match: int
+) -> None:
+    """Record how many of a sequence's drafts a round accepted; see `DraftLength.observe`.
+
+    k: the drafts a slot that were drafted. Those that a grammar forced behind them do not count.
+    """
+    metrics = sequence.metrics
+    is_first_round = metrics.completion_tokens <= metrics.first_tokens  # cannot have had drafts
+    if is_first_round or not sequence.draft_cap:
+        return
+    drafts = max(drafts - sequence.forced_drafts, 0)
+    draft_length.observe(k, drafts, min(accepted, drafts), sequence.acceptance, match)
+
+
 def judge_drafts(sequence: Sequence, plan: EnginePlan, length: DraftLength) -> None:
     """Set `draft_fault` and `break_even` of an ended request's metrics, in place, where a model
     drafts.
@@ -32,9 +47,10 @@ def judge_drafts(sequence: Sequence, plan: EnginePlan, length: DraftLength) -> N
         or not METHODS[split_spec(plan.spec)[0]].has_weights
     ):
         return
-    metrics.break_even = length.break_even(
-        max((drafts for drafts, _ in metrics.outcomes), default=0) or length.maximum
-    )
+    drafts = max((drafts for drafts, _ in metrics.outcomes), default=0)
+    if request.grammar is not None:  # which makes a few rounds longer than those of the drafter
+        drafts = round(metrics.draft_n / max(metrics.num_draft_rounds, 1))
+    metrics.break_even = length.break_even(drafts or length.maximum)
     first_accepted = sum(metrics.accepted_per_position[:1])
     drafts_little = 2 * metrics.num_draft_rounds < metrics.rounds
     if (

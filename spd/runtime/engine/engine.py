@@ -17,7 +17,7 @@ from spd.formats.tokenizer import Tokenizer
 from spd.kernels.round.commit import EMISSION_HEAD, GOING_ON, read_emission
 from spd.runtime.engine import clock, device
 from spd.runtime.engine.client import EngineClient, EngineInfo
-from spd.runtime.engine.draft_fault import judge_drafts
+from spd.runtime.engine.draft_fault import judge_drafts, observe_drafts
 from spd.runtime.engine.draft_guide import guide_drafts
 from spd.runtime.engine.draft_length import DraftLength
 from spd.runtime.engine.grammar import GrammarError
@@ -98,6 +98,7 @@ class Engine(EngineClient):
         self._num_logprobs: int | None = None
         """The largest number of log-probabilities that a request of the batch asks for."""
         self._k = 0  # drafts a slot in the next round
+        self._drafted_k = 0  # those of them that were drafted for all slots
         self.trace: Callable[[RoundRecord], None] | None = None
         """Called with a record of each round and request, where it is set."""
         self.prefilling = lambda written, total: None
@@ -320,7 +321,9 @@ class Engine(EngineClient):
     def _activate_sequence(self, sequence: Sequence, drafts: abc.Sequence[int] = ()) -> None:
         try:
             rule = self.plan.config.verify
-            forced_drafts = sequence.force_drafts(drafts, self._k, rule)
+            limit = self.draft_length.longest_k(self._k)
+            forced_drafts = sequence.force_drafts(drafts, limit, rule)
+            self._k = max(self._k, self.draft_length.round_up(len(forced_drafts)))
             device.activate_sequence(self.round_queue, sequence, forced_drafts, rule)
         except GrammarError as error:
             self._stop_sequence(sequence, "error", str(error))
@@ -389,12 +392,13 @@ class Engine(EngineClient):
         pending = self.round_queue.launch(
             k, views, self._needs, self._num_logprobs, next_k, chained
         )
-        self.scheduler.in_flight.append(EnqueuedRound(pending, batch, []))
+        self.scheduler.in_flight.append(EnqueuedRound(pending, batch, [], self._drafted_k))
         for sequence in batch:
             if sequence.needs.grammar:
                 sequence.is_active = False
                 self.round_queue.set_active(sequence.slot, False)
         self._k = next_k
+        self._drafted_k = next_k
         return True
 
     # -- reading rounds --------------------------------------------------------------------------
@@ -415,10 +419,11 @@ class Engine(EngineClient):
         now = clock.now()
         for sequence in oldest.sequences:
             if scheduler.slots[sequence.slot] is sequence:  # else it has ended meanwhile
-                self._apply(sequence, result.rows[sequence.slot], result, now)
+                self._apply(sequence, oldest.drafted_k, result, now)
 
-    def _apply(self, sequence: Sequence, row: list[int], result: RoundResult, now: float) -> None:
-        """Apply a round's result to one of its sequences; `row` is its row of the ring."""
+    def _apply(self, sequence: Sequence, drafted_k: int, result: RoundResult, now: float) -> None:
+        """Apply a round's result to one of its sequences; drafted_k: see `EnqueuedRound`."""
+        row = result.rows[sequence.slot]
         sequence.in_flight -= result.k + 1
         if sequence.ignored_rounds:
             sequence.ignored_rounds -= 1
@@ -431,14 +436,8 @@ class Engine(EngineClient):
         event = sequence.apply_round(
             sampled, num_drafts, accepted, finish_reason, now, result.logprobs
         )
-        metrics = sequence.metrics
-        if (
-            self.plan.adaptive
-            and sequence.draft_cap
-            # A request's first round cannot have had drafts.
-            and metrics.completion_tokens > metrics.first_tokens
-        ):
-            self.draft_length.observe(result.k, num_drafts, accepted, sequence.acceptance, match)
+        if self.plan.adaptive:
+            observe_drafts(self.draft_length, sequence, drafted_k, num_drafts, accepted, match)
         if self.trace is not None:
             emission = read_emission(row)
             self.trace(round_record(self.plan, sequence, emission, result, event.token_ids))

@@ -43,6 +43,8 @@ class RequestMetrics:
     """Drafts that equal the target's tokens, those that a stop cut off included."""
     draft_n_masked: int = 0
     """Drafts that a grammar forced, or that were drawn among the tokens that it allows."""
+    rounds_waited: int = 0
+    """Rounds that began after the host had read the round before and written a grammar's masks."""
     draft_fault: str = ""
     """Why drafts did not help, set at the end: "chance", "context" or "cost"; empty if they did."""
     break_even: float = 0.0
@@ -179,6 +181,7 @@ class RequestMetrics:
             "num_draft_tokens": self.draft_n,
             "num_accepted_draft_tokens": self.draft_n_accepted,
             "num_masked_draft_tokens": self.draft_n_masked,
+            "num_waiting_spec_steps": self.rounds_waited,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "draft_acceptance_rate": round(self.draft_acceptance_rate, 4),
             "acceptance_histogram": self.acceptance_histogram,

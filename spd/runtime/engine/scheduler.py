@@ -38,6 +38,8 @@ class EnqueuedRound(NamedTuple):
 
     They are free afterwards.
     """
+    drafted_k: int = 0
+    """Drafts a slot that were drafted for it; a grammar may have added to those of some slots."""
 
 
 class Scheduler:

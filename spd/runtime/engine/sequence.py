@@ -144,6 +144,8 @@ class Sequence:
     """True until the grammar begins, after the last of `stop_ids`; it sits out no round before."""
     masked_drafts: int = 0
     """Leading drafts of the last round that its grammar's masks have chosen among."""
+    forced_drafts: int = 0
+    """Last drafts of the next round that its grammar has forced."""
     is_paused: bool = False
     """True if that token was the last one emitted, which deactivates the slot."""
     ignored_rounds: int = 0
@@ -208,6 +210,7 @@ class Sequence:
         """
         grammar = self.grammar
         if grammar is not None:
+            self.metrics.rounds_waited += self.needs.grammar
             round_reason = self._begin_grammar(tokens, round_reason)
         reason = round_reason
         error = None
@@ -254,8 +257,8 @@ class Sequence:
             if draft != forced:
                 break
             num_alike += 1
-        num_forced = len(forced_drafts) - num_alike
-        self.metrics.draft_n_masked += min(self.masked_drafts, num_alike) + num_forced
+        self.forced_drafts = len(forced_drafts) - num_alike
+        self.metrics.draft_n_masked += min(self.masked_drafts, num_alike) + self.forced_drafts
         self.masked_drafts = 0
         return forced_drafts
 
