@@ -7,9 +7,10 @@ physical lines is no measure: it would reward squeezing several statements into 
 import ast
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar, cast
 
 FUNCTION_LINES = 60
 FILE_LINES = 500
@@ -63,6 +64,7 @@ VAGUE_NAMES = frozenset(
 """Names that do not say what is bound to them."""
 NOUN_OPENINGS = re.compile(r"(What|Whether|How|Of|Which|For which|After which)\b")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,20 @@ class Module:
     is_package: bool = False
 
     @functools.cached_property
-    def nodes(self) -> list[ast.AST]:
-        """Return all nodes of the tree: every measure reads them."""
-        return list(ast.walk(self.tree))
+    def nodes(self) -> dict[type[ast.AST], list[ast.AST]]:
+        """Return the nodes of the tree by class: each measure reads a few classes of them."""
+        by_class = defaultdict[type[ast.AST], list[ast.AST]](list)
+        for node in ast.walk(self.tree):
+            by_class[type(node)].append(node)
+        return by_class
+
+    def of_class(self, kind: type[Node]) -> list[Node]:
+        """Return the nodes of one class."""
+        return cast(list[Node], self.nodes[kind])
+
+    def functions(self) -> list[Function]:
+        """Return the functions and methods, nested ones included."""
+        return [*self.of_class(ast.FunctionDef), *self.of_class(ast.AsyncFunctionDef)]
 
 
 def statements(tree: ast.AST) -> int:
@@ -101,9 +114,9 @@ def tuple_assignments(modules: list[Module]) -> list[str]:
     """List assignments of several values to several names: `a, b = x, y`."""
     return [
         f"{module.name}:{node.lineno}"
-        for module, node in _nodes(modules)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Tuple | ast.List)
+        for module in modules
+        for node in module.of_class(ast.Assign)
+        if isinstance(node.value, ast.Tuple | ast.List)
         and any(isinstance(target, ast.Tuple | ast.List) for target in node.targets)
     ]
 
@@ -112,26 +125,31 @@ def starred_calls(modules: list[Module]) -> list[str]:
     """List calls that spread a sequence into arguments: `f(*args)`."""
     return [
         f"{module.name}:{node.lineno}"
-        for module, node in _nodes(modules)
-        if isinstance(node, ast.Call)
-        and any(isinstance(argument, ast.Starred) for argument in node.args)
+        for module in modules
+        for node in module.of_class(ast.Call)
+        if any(isinstance(argument, ast.Starred) for argument in node.args)
     ]
 
 
 def packed_literals(modules: list[Module]) -> list[str]:
     """List literals spread into literals, as `[*(1, 2), 3]` and `{**{"a": 1}}`, which only save lines."""
     places = []
-    for module, node in _nodes(modules):
-        if isinstance(node, ast.Dict):
-            pairs = zip(node.keys, node.values, strict=True)
-            is_packed = any(key is None and isinstance(value, ast.Dict) for key, value in pairs)
-        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
-            spread = (element.value for element in node.elts if isinstance(element, ast.Starred))
-            is_packed = any(isinstance(value, ast.Tuple | ast.List) for value in spread)
-        else:
-            continue
-        if is_packed:
-            places.append(f"{module.name}:{node.lineno}")
+    for module in modules:
+        for literal in module.of_class(ast.Dict):
+            pairs = zip(literal.keys, literal.values, strict=True)
+            if any(key is None and isinstance(value, ast.Dict) for key, value in pairs):
+                places.append(f"{module.name}:{literal.lineno}")
+        sequences: list[ast.Tuple | ast.List | ast.Set] = [
+            *module.of_class(ast.Tuple),
+            *module.of_class(ast.List),
+            *module.of_class(ast.Set),
+        ]
+        for sequence in sequences:
+            spread = (
+                element.value for element in sequence.elts if isinstance(element, ast.Starred)
+            )
+            if any(isinstance(value, ast.Tuple | ast.List) for value in spread):
+                places.append(f"{module.name}:{sequence.lineno}")
     return places
 
 
@@ -159,18 +177,17 @@ def long_lines(modules: list[Module]) -> list[str]:
 def bindings(modules: list[Module]) -> list[tuple[str, str]]:
     """List (place, name) of every variable, parameter, attribute and function that is bound."""
     places = []
-    for module, node in _nodes(modules):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            name = node.id
-        elif isinstance(node, ast.arg):
-            name = node.arg
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            name = node.attr
-        elif isinstance(node, Function):
-            name = node.name
-        else:
-            continue
-        places.append((f"{module.name}:{node.lineno}", name))
+    for module in modules:
+        names: list[tuple[int, str]] = []
+        for variable in module.of_class(ast.Name):
+            if isinstance(variable.ctx, ast.Store):
+                names.append((variable.lineno, variable.id))
+        for attribute in module.of_class(ast.Attribute):
+            if isinstance(attribute.ctx, ast.Store):
+                names.append((attribute.lineno, attribute.attr))
+        names += [(parameter.lineno, parameter.arg) for parameter in module.of_class(ast.arg)]
+        names += [(function.lineno, function.name) for function in module.functions()]
+        places += [(f"{module.name}:{line}", name) for line, name in names]
     return places
 
 
@@ -262,15 +279,12 @@ def _import_graph(modules: list[Module]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module in modules:
         imported: set[str] = set()
-        for node in module.nodes:
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                package = _package_of(module, node)
-                full_names = {alias.name: f"{package}.{alias.name}" for alias in node.names}
-                imported |= {
-                    name if name in module_names else package for name in full_names.values()
-                }
+        for plain in module.of_class(ast.Import):
+            imported |= {alias.name for alias in plain.names}
+        for node in module.of_class(ast.ImportFrom):
+            package = _package_of(module, node)
+            full_names = {alias.name: f"{package}.{alias.name}" for alias in node.names}
+            imported |= {name if name in module_names else package for name in full_names.values()}
         graph[module.name] = (imported & module_names) - {module.name}
     return graph
 
@@ -297,15 +311,7 @@ def _is_docstring(node: ast.stmt) -> bool:
     )
 
 
-def _nodes(modules: list[Module]) -> Iterator[tuple[Module, ast.AST]]:
+def _functions(modules: list[Module]) -> Iterator[tuple[str, Function]]:
     for module in modules:
-        for node in module.nodes:
-            yield module, node
-
-
-def _functions(
-    modules: list[Module],
-) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for module, node in _nodes(modules):
-        if isinstance(node, Function):
-            yield f"{module.name}:{node.lineno} {node.name}", node
+        for function in module.functions():
+            yield f"{module.name}:{function.lineno} {function.name}", function

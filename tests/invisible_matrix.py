@@ -315,11 +315,11 @@ CELLS = [
         form=("bfloat16",),
     ),
     # Every family.
-    *family_tables(WINDOWED, ("ngram", "draft"), 2, k=(1, 3, 5), slots=(1, 3)),
-    *family_tables(SPARSE, ("ngram", "draft", "self"), 2, k=(2, 4), slots=(1, 4)),
-    *family_tables(SPECIAL, ("ngram", "self"), 3, k=(1, 3), slots=(1, 3)),
+    *family_tables(WINDOWED, ("ngram", "draft"), 3, k=(1, 3, 5), slots=(1, 3)),
+    *family_tables(SPARSE, ("ngram", "draft", "self"), 4, k=(2, 4), slots=(1, 4)),
+    *family_tables(SPECIAL, ("ngram", "self"), 4, k=(1, 3), slots=(1, 3)),
     *family_tables(OTHERS, ("ngram",), 0, k=(3,), slots=(1, 3)),
-    *family_tables(sorted(MTP_FAMILIES), ("mtp",), 2, k=(1, 3), slots=(1, 3)),
+    *family_tables(sorted(MTP_FAMILIES), ("mtp",), 3, k=(1, 3), slots=(1, 3)),
     # Recurrent layers, with pages to spare and with few.
     *table(["some"], 1, name=RECURRENT, k=(1, 4, 8), lag=LAGS, form=DTYPES, slots=(3, 16)),
     *table(
@@ -342,7 +342,7 @@ CELLS = [
         form=("int8", "int4", "w8a8", "w4a8"),
     ),
     # Types of GGUF that are kept packed, each as a family.
-    *family_tables(tuple(GGUF_TYPES), ("draft", "ngram", "self"), 3, k=(1, 2, 4, 8), slots=(1, 3)),
+    *family_tables(tuple(GGUF_TYPES), ("draft", "ngram", "self"), 5, k=(1, 2, 4, 8), slots=(1, 3)),
     # Rows rounded to eight bits.
     *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=("w8a8", "w4a8"), slots=(1, 3)),
     *table(["some"], 0, name=(*METHODS, *HEADS), k=(1, 4), lag=LAGS, form=("w8a8", "w4a8")),
@@ -360,7 +360,7 @@ CELLS = [
     ),
     # A cache in eight bits: of every kind of attention, and of every drafter that has one.
     *table(["few"], 1, name=ROUNDED_CACHES, k=(4,), lag=(0, 1), form=("kv8", "kv8 float32")),
-    *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=("kv8",), slots=(1, 3)),
+    *table(["demo"], 0, name=("demo",), k=(1, 4), lag=LAGS, form=("kv8",), slots=(1, 3)),
     *table(
         ["some", "repeating"],
         0,
@@ -460,5 +460,5 @@ CELLS = [
         form=("float32", "torch"),
         slots=(1, 4),
     ),
-    *table(["demo"], 1, name=("demo",), k=(1, 4), lag=LAGS, form=DTYPES, slots=(3,)),
+    *table(["demo"], 0, name=("demo",), k=(1, 4), lag=LAGS, form=DTYPES, slots=(3,)),
 ]

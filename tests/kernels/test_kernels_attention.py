@@ -336,6 +336,7 @@ HEAD_SIZES = [
 ]
 
 
+@pytest.mark.covers(1, count=46)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("form", "groups", "kv_heads", "size", "page"),
@@ -400,6 +401,7 @@ def test_rows_may_attend_to_the_end_of_their_block(
             assert (out[slot, i].double() - expected).abs().max() < allowed
 
 
+@pytest.mark.covers(1, count=43)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("form", "kind"),
@@ -487,6 +489,7 @@ def test_prompt_chunks_equal_their_definition(
 LATENTS = [(5, 24, 8), (4, 128, 32), (16, 512, 64), (3, 33, 6)]
 
 
+@pytest.mark.covers(1, count=20)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), LATENTS)
 def test_latents_equal_their_definition(form: Form, heads: int, rank: int, rope_dim: int) -> None:
@@ -556,6 +559,7 @@ ALONE = [
 last."""
 
 
+@pytest.mark.covers(1, count=46)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("form", "start", "kind", "widths"), ALONE, indirect=["form"], ids=str)
 def test_a_row_alone_is_the_row_among_others(

@@ -301,6 +301,7 @@ def test_entries_that_cannot_be_rounded_are_written_as_torch_writes_them(
     assert scales.isnan().sum() == (3 if case.rank else 6)
 
 
+@pytest.mark.covers(1, count=30)
 @pytest.mark.parametrize("name", CASES)
 def test_attention_over_codes_is_near_its_definition(form: Form, name: str) -> None:
     case = CASES[name]

@@ -250,6 +250,7 @@ IN_LANE += tuple(len(EXPERTS) + [*FORMS].index(name) for name in ("Q4_0", "Q8_0"
 EXPERTS += BLOCKS
 
 
+@pytest.mark.covers(count=124)
 @pytest.mark.parametrize(
     ("form", "kind", "act", "count", "k", "n", "rows", "per_token"),
     parametrize_forms(EXPERTS, IN_LANE, *EVERY[1:]),

@@ -56,6 +56,7 @@ def plain_of(weight: Tensor | GroupedWeight) -> Tensor:
     return (weight.double() if isinstance(weight, Tensor) else weight.plain(torch.float64)).t()
 
 
+@pytest.mark.covers(1, count=148)
 @pytest.mark.parametrize("case", [*SHAPES, *CODES], ids=str)
 def test_products_equal_their_definition(native: NativeKernels, case: tuple[Any, ...]) -> None:
     """Every epilogue, with and without what may stand before and after."""

@@ -227,6 +227,7 @@ PASSED += [
 ]
 
 
+@pytest.mark.covers(count=28)
 @pytest.mark.parametrize(("form", "shape"), PASSED, indirect=["form"], ids=str)
 def test_passes_are_single_steps(form: Form, shape: Shape) -> None:
     if form.name == "triton":
@@ -331,6 +332,7 @@ def naive(x: Tensor, layer: Layer) -> Tensor:
     return (normed * opened if s.corrects else normed).flatten(1)
 
 
+@pytest.mark.covers(1, count=30)
 @ALL_SHAPES
 def test_forms_are_the_published_recurrence(shape: Shape, form: Form) -> None:
     """Against float64, of the same rounded inputs, in two passes of which the second applies rows

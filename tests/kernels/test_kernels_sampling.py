@@ -39,6 +39,7 @@ DRAWN = [(vocab, coarse) for vocab in (1, 2, 3, 17, 1000, 5003) for coarse in (F
 """The size of the vocabulary, and whether logits are so coarse that many tie."""
 
 
+@pytest.mark.covers(count=56)
 @pytest.mark.parametrize(
     ("form", "vocab", "coarse"), parametrize_forms(DRAWN, (0, 3, 6, 9)), indirect=["form"]
 )
@@ -209,6 +210,7 @@ def test_every_step_has_the_samplings_law(
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covers(count=111)
 @pytest.mark.parametrize(
     ("form", "name"),
     parametrize_forms([(name,) for name in EXTREMES], range(0, 30, 4), "triton", *COMPILED),

@@ -55,6 +55,7 @@ def write_folder(file: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.covers(count=12)
 @pytest.mark.parametrize("kind", READABLE_TYPES)
 def test_a_file_of_each_type_runs_as_its_values(tmp_path: Path, kind: str) -> None:
     file = write_tiny_gguf(tmp_path / "a.gguf", kind)

@@ -123,6 +123,7 @@ def test_logits_and_text_equal_transformers(
         assert run.text == tokenizer.decode(run.tokens, skip_special_tokens=True)
 
 
+@pytest.mark.covers(count=26)
 @pytest.mark.parametrize("variant", variants_and_families(*NO_TEXT_CLASS))
 def test_checkpoints_saved_by_transformers_are_read(
     tiny: Callable[..., Path], tmp_path: Path, variant: str

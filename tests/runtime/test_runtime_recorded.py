@@ -45,7 +45,7 @@ FAMILIES = [
 """The default lane has every third one: they run the operations that all have in other orders."""
 
 
-@pytest.mark.covers(1, count=14)
+@pytest.mark.covers(1, count=8)
 @pytest.mark.parametrize(
     "name", [*METHODS, *MTP_HEADS, *EAGLE3_HEADS, *BLOCK_DRAFTERS, *RECURRENT, *FAMILIES]
 )

@@ -74,6 +74,7 @@ def parse(form: str, pieces: list[str]) -> tuple[str, list[Call]]:
     ]
 
 
+@pytest.mark.covers(count=43)
 @pytest.mark.parametrize("case", CASES)
 def test_every_form_is_read_at_every_boundary(case: str) -> None:
     form, text, *expected = case_of(case)
