@@ -131,7 +131,12 @@ def iterate_llama_cpp(root: Path) -> Iterator[StoredModel]:
         name = f"{repository}:{file_set.tag}" if repository else file_set.stem
         aliases = (repository, file_set.stem) if repository else ()
         yield StoredModel(
-            name=name, store=LLAMA_CPP, path=root / first, nbytes=file_set.nbytes, aliases=aliases
+            name=name,
+            store=LLAMA_CPP,
+            path=root / first,
+            nbytes=file_set.nbytes,
+            aliases=aliases,
+            fault=_find_fault(file_set),
         )
 
 
@@ -169,7 +174,6 @@ def _iterate_sets(
     """
     for file_set in file_sets(sizes):
         aliases = (f"{name}:{file_set.stem}", *_shorter_aliases(name, file_set), name)
-        fault = "" if len(file_set.files) == file_set.expected else _incomplete_fault(file_set)
         path = folder / file_set.files[0]
         yield StoredModel(
             name=f"{name}:{file_set.tag}",
@@ -177,7 +181,7 @@ def _iterate_sets(
             path=path,
             nbytes=file_set.nbytes,
             aliases=aliases,
-            fault=fault,
+            fault=_find_fault(file_set),
         )
 
 
@@ -190,8 +194,10 @@ def _shorter_aliases(name: str, file_set: FileSet) -> tuple[str, ...]:
     return () if short_tag in ("", file_set.quantization) else (f"{name}:{short_tag}",)
 
 
-def _incomplete_fault(file_set: FileSet) -> str:
-    """Return the fault of a set of which files are missing."""
+def _find_fault(file_set: FileSet) -> str:
+    """Return the fault of a set of which files are missing; empty without one."""
+    if len(file_set.files) == file_set.expected:
+        return ""
     return f"{file_set.files[0]}: {len(file_set.files)} of {file_set.expected} files are there"
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.tiny_gguf import write_tiny_gguf
+from tests.formats.gguf.gguf_helpers import write_gguf
+from tests.recipes.tiny_gguf import tiny_metadata, tiny_tensors, write_tiny_gguf
 
 
 @pytest.fixture
@@ -21,6 +22,15 @@ def test_a_file_without_a_vocabulary_writes_tokens(spd_run: Any, file: Path) -> 
     reply = spd_run(arguments, "--temperature", "0", "--json").json
     assert len(reply["token_ids"]) == 8
     assert reply["plan"]["weights_reason"].startswith("Q4_K")
+
+
+def test_inspect_shows_lists_of_the_file(spd_run: Any, tmp_path: Path) -> None:
+    lists: dict[str, Any] = {"tags": ["chat", "code"], "languages": ["en"], "sizes": [1, 2]}
+    metadata = {f"general.{key}": value for key, value in {**lists, "none": []}.items()}
+    file = write_gguf(tmp_path / "a.gguf", {**tiny_metadata(), **metadata}, tiny_tensors("F32"))
+    general = spd_run("inspect", str(file), "--json").json["target"]["gguf"]["general"]
+    joined = {"tags": "chat, code", "languages": "en", "sizes": "1, 2"}
+    assert general == {"architecture": "llama", "name": "Tiny", **joined}
 
 
 def test_inspect_shows_the_file(spd_run: Any, file: Path) -> None:

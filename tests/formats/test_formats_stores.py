@@ -79,6 +79,7 @@ SIZES = {
     "imatrix_unsloth.gguf": 1,
     "README.md": 1,
 }
+"""The files of a repository, with their bytes."""
 
 
 def test_files_are_grouped_by_quantization_and_split() -> None:
@@ -92,6 +93,13 @@ def test_files_are_grouped_by_quantization_and_split() -> None:
     ]
     split = sets[-1]
     assert split.files[0].endswith("00001-of-00002.gguf") and split.expected == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["foo-mtp-bar.gguf", "folder-mtp-x/M-Q8_0.gguf", "MyEagle3-1B.gguf"]
+)
+def test_a_target_may_have_a_drafters_word_in_its_name(name: str) -> None:
+    assert [file_set.files for file_set in file_sets({name: 1, "a/EAGLE3-M.gguf": 1})] == [(name,)]
 
 
 def test_a_split_of_one_file_is_apart_from_a_file_of_its_name() -> None:

@@ -34,8 +34,8 @@ from tests.recipes.tiny_gguf import SIZES, write_tiny_gguf
 PARAMS = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.9)]
 
 
-def write_folder(file: Path, folder: Path) -> Path:
-    """Write a file's values as safetensors of float32, and its configuration."""
+def write_folder(file: Path, folder: Path, **keys: Any) -> Path:
+    """Write a file's values as safetensors of float32, and its configuration with these keys."""
     folder.mkdir()
     model = ModelFolder(file)
     with model.checkpoint as opened:
@@ -51,7 +51,7 @@ def write_folder(file: Path, folder: Path) -> Path:
         "rope_theta": 10000.0,
         "torch_dtype": "float32",
     }
-    write_json(folder / "config.json", {**LLAMA, **sizes})
+    write_json(folder / "config.json", {**LLAMA, **sizes, **keys})
     return folder
 
 

@@ -22,7 +22,8 @@ from spd.runtime.layers.skinny_linear import SkinnyProjection
 from spd.runtime.load import loader
 from spd.runtime.load.progress import LoadMeter, LoadProgress
 from spd.runtime.load.weight_reader import read_tensors
-from spd.runtime.models.builder import ExecutionConfig, LayerBuilder
+from spd.runtime.models.allocator import ExecutionConfig
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.parameters import Cut
 from spd.runtime.plan.memory import tensor_bytes
 from tests import helpers

@@ -201,12 +201,13 @@ def count_types(file: GgufFile) -> dict[str, int]:
 
 
 def general_texts(file: GgufFile) -> dict[str, str]:
-    """Return the texts of `general.*` by key without that prefix; of a list, its texts joined."""
+    """Return the texts of `general.*` by key without that prefix; of a list, its items joined."""
     texts: dict[str, str] = {}
     for key, value in file.metadata.items():
         if key.startswith("general.") and isinstance(value, str):
             texts[key.removeprefix("general.")] = value
         elif key.startswith("general.") and isinstance(value, tuple):
-            items = [item for item in value if isinstance(item, str)]
-            texts[key.removeprefix("general.")] = ", ".join(abbreviate(items))
+            items = [str(item) for item in value if not isinstance(item, tuple)]
+            if items:
+                texts[key.removeprefix("general.")] = ", ".join(abbreviate(items))
     return texts

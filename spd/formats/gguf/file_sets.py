@@ -10,9 +10,11 @@ from spd.errors import UsageError
 from spd.formats.json_file import abbreviate, display_text
 
 GGUF_SUFFIX = ".gguf"
-COMPANIONS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+COMPANIONS = ("mmproj", "imatrix")
 """Parts of the names of files that accompany a model and are none."""
 MTP_PREFIX = "mtp-"
+DRAFTER_PREFIXES = (MTP_PREFIX, "eagle3-", "dflash-", "dspark-")
+"""The beginnings of the names of files of drafters alone."""
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
 _QUANTIZATION = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q[1-8]_[A-Z0-9_]+|TQ[12]_0|BF16|FP?16|FP?32|MXFP4(?:_MOE)?|NVFP4))$",
@@ -103,7 +105,8 @@ def required_memory(chosen: FileSet) -> int:
 def is_companion(name: str) -> bool:
     """True if a file accompanies a model and is none: projector, importance matrix, drafter."""
     base_name = _base_name(name)
-    return any(part in base_name for part in COMPANIONS)
+    is_drafter = base_name.startswith(DRAFTER_PREFIXES)
+    return is_drafter or any(part in base_name for part in COMPANIONS)
 
 
 def _set_line(file_set: FileSet, free_bytes: int) -> str:

@@ -183,7 +183,8 @@ class _TensorReader:
         for target, part_name, part in zip(targets, gguf_names, matrices, strict=True):
             changes = self._changes_to(part_name)
             name = f"{prefix}{target}{suffix}"
-            shape = _HUGGING_FACE_SHAPES.get(gguf_name, _unchanged)(part.shape)
+            reshape = _SHAPES_BY_TARGET.get(target) or _HUGGING_FACE_SHAPES.get(gguf_name)
+            shape = part.shape if reshape is None else reshape(part.shape)
             if "{e}" not in target:
                 yield name, StoredTensor((part,), shape, changes)
                 continue
@@ -402,11 +403,6 @@ def _select_expert(part: GgufTensor, number: int) -> GgufTensor:
     return replace(part, shape=part.shape[1:], offset=part.offset + number * step, nbytes=nbytes)
 
 
-def _unchanged(shape: Shape) -> Shape:
-    """Return a shape as it is."""
-    return shape
-
-
 def _as_vector(shape: Shape) -> Shape:
     """Return the shape of the same elements in one dimension."""
     return (math.prod(shape),)
@@ -431,3 +427,10 @@ _HUGGING_FACE_SHAPES: Mapping[str, Callable[[Shape], Shape]] = {
     "ffn_gate_inp_shexp.weight": _as_row,
 }
 """Functions from shapes in the file to Hugging Face's, by names."""
+_SHAPES_BY_TARGET: Mapping[str, Callable[[Shape], Shape]] = {
+    "mlp.moe_statics.e_score_correction_bias": _as_row,
+}
+"""The same by Hugging Face's names, where only one architecture has the shape.
+
+The converter writes a row; llama-quantize writes a vector.
+"""

@@ -18,7 +18,7 @@ from spd.kernels.native.library import NativeKernels
 from spd.runtime.load.loader import HeadSource, load_model
 from spd.runtime.load.progress import LoadMeter, Progress
 from spd.runtime.models import assistant, block, family_layout
-from spd.runtime.models.builder import ExecutionConfig
+from spd.runtime.models.allocator import ExecutionConfig
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import count_module_bytes, module_parts
 from spd.runtime.models.weights import WIDE, HeadPart

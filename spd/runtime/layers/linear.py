@@ -91,6 +91,16 @@ def unscaled_norm(x: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), None, epsilon)
 
 
+def without_mean(x: Tensor) -> Tensor:
+    """Return rows x [T, N] minus their means, float32 in between.
+
+    The means are those of the layer norm, whose kernels compute a row alike in any number of rows.
+    """
+    wide = x.float()
+    _, means, _ = torch.native_layer_norm(wide, x.shape[-1:], None, None, 1.0)
+    return (wide - means).to(x.dtype)
+
+
 def normalize_stream(stream: Residual, weight: Tensor, epsilon: float, kernels: Kernels) -> Tensor:
     """Return the RMS norm of the stream [T, hidden] with scales `weight` [hidden]."""
     return kernels.rms_norm_rows(stream.x, stream.square_sums, weight, epsilon)
@@ -111,6 +121,10 @@ class ResidualAdder:
     def add_normed(self, stream: Residual, y: Tensor, norm: RowNorm) -> Residual:
         """Return the stream [T, N] plus the norm of y [T, N]."""
         return Residual(stream.x + norm(y))
+
+    def add_centred(self, stream: Residual, y: Tensor) -> Residual:
+        """Return the stream [T, N] plus y [T, N] minus its rows' means."""
+        return self.add(stream, without_mean(y))
 
     def scale(self, stream: Residual, factor: float) -> Residual:
         """Return the stream [T, N] times a factor."""
@@ -166,17 +180,14 @@ class RowParallelLinear:
         self,
         part: Projection,
         bias: Tensor | None,
-        post_norm: RowNorm | None,
         ranks: Communicator,
-        adder: ResidualAdder,
+        add: Callable[[Residual, Tensor], Residual],
     ) -> None:
-        """part: the product by this rank's columns; post_norm: the norm of the sum over ranks."""
+        """part: the product by this rank's columns; add: adds the sum over ranks to the stream."""
         self.part = part
         self.bias = bias
         self.ranks = ranks
-        self.add = adder.add
-        if post_norm is not None:
-            self.add = partial(adder.add_normed, norm=post_norm)
+        self.add = add
 
     def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
         """Return the stream [T, N] plus the sum of all ranks' products of their x [T, K / ranks]."""
@@ -184,6 +195,32 @@ class RowParallelLinear:
         if self.bias is not None:
             y = y + self.bias
         return self.add(stream, y)
+
+
+@dataclass(frozen=True, eq=False)
+class CentredProjection:
+    """A `ResidualProjection` without the mean of its rows, by a weight whose columns have means."""
+
+    part: Projection
+    adder: ResidualAdder
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
+        """Return the stream [T, N] plus the product of x [T, K] minus its rows' means."""
+        return self.adder.add_centred(stream, self.part(Residual(x), batch))
+
+
+@dataclass(frozen=True, eq=False)
+class TiledInputProjection:
+    """A `ResidualProjection` of heads [keys, per key, width] by columns [per key, keys, width]."""
+
+    part: ResidualProjection
+    per_key: int
+    width: int
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, stream: Residual) -> Residual:
+        """Return the stream [T, N] plus the product of x [T, K], its heads in the columns' order."""
+        heads = x.view(x.shape[0], -1, self.per_key, self.width)
+        return self.part(heads.transpose(1, 2).reshape(x.shape), batch, stream)
 
 
 class ShardedEmbedding:

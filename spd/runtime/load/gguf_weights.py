@@ -20,7 +20,8 @@ from spd.kernels.linear.few_bits import QUANT_PARAMETERS, pack_nibbles
 from spd.runtime.load.gguf_blocks import DEQUANTIZERS
 from spd.runtime.load.gguf_codes import SPLITTERS
 from spd.runtime.load.progress import LoadMeter
-from spd.runtime.models.builder import TensorFiller
+from spd.runtime.models.allocator import TensorFiller
+from spd.runtime.models.gguf_forms import find_tile
 from spd.runtime.models.parameters import Cut, Cuts
 from spd.runtime.models.weights import part_name
 
@@ -139,12 +140,13 @@ def _write_codes(
     """Write a matrix, or a rank's part of it, as codes into a view, and its quantization
     parameters.
 
-    Rows that the converter moved are moved back.
+    Rows that the converter moved are moved back, columns are not.
     """
-    order = _original_row_order(stored) if stored.changes else None
+    tile = find_tile(stored)
+    order = _original_row_order(stored) if stored.changes and tile is None else None
     columns = None
     if cut is not None and cut.dim == 1:
-        columns = cut
+        columns = cut if tile is None else tile.stored_cut(cut, stored.shape[1])
     elif cut is not None and order is not None:
         order = torch.cat(cut.slices(order))
     elif cut is not None:

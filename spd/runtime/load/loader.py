@@ -31,17 +31,17 @@ from spd.runtime.load.packed_weights import make_unpacking_filler
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
-from spd.runtime.models.assistant_model import AssistantModel
-from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.block_model import BlockModel
-from spd.runtime.models.builder import (
+from spd.runtime.models.allocator import (
     BlockTensors,
     ExecutionConfig,
-    LayerBuilder,
     LayerTensors,
     TensorFiller,
     WeightAllocator,
 )
+from spd.runtime.models.assistant_model import AssistantModel
+from spd.runtime.models.attention_layout import GqaLayout
+from spd.runtime.models.block_model import BlockModel
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.decoder import (
     AuxStateFuser,
     Decoder,
@@ -263,24 +263,20 @@ class ModelBuilder:
         """Return the embedding and the output head made of `tables`, or the target's where these
         have none.
 
-        Tables that the results have packed are removed from `tables`. ids: the token of each row,
+        Tables that the results have are removed from `tables`. ids: the token of each row,
         for a head over some of the target's ids.
         """
         vocab_size = self.config.vocab_size
         is_tied = target is None and "head" not in tables
         embedding, head = (None, None) if target is None else (target.embedding, target.head)
         if "head" in tables or is_tied:
-            table = tables.matrix("embedding" if is_tied else "head")
+            table = tables.matrix("embedding") if is_tied else tables.take_matrix("head")
             head = self.builder.head(table, vocab_size, ids)
-            tables.pop("head", None)
         if "embedding" in tables:
             tied_head = head if is_tied else None
-            embedding = self.builder.embedding(tables.matrix("embedding"), vocab_size, tied_head)
+            table = tables.take_matrix("embedding")
+            embedding = self.builder.embedding(table, vocab_size, tied_head)
         assert embedding is not None and head is not None
-        if "embedding" in tables.grouped:
-            tables.pop("embedding")
-        # Products have their own copies of codes, in the order that kernels read.
-        tables.grouped.clear()
         return embedding, head
 
     def _build_layer(self, layout: LayerLayout, tensors: LayerTensors) -> DecoderLayer:

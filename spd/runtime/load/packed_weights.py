@@ -25,7 +25,7 @@ from spd.kernels.linear.few_bits import (
     unpack_nibbles,
 )
 from spd.runtime.load.progress import LoadMeter
-from spd.runtime.models.builder import TensorFiller
+from spd.runtime.models.allocator import TensorFiller
 from spd.runtime.models.parameters import Cut, Cuts
 from spd.runtime.models.weights import part_name
 

@@ -54,10 +54,10 @@ def tables(config: ModelConfig, shard: Shard) -> dict[str, ParameterSpec]:
     if not assistant.num_clusters:
         parameters["head"] = weights.vocabulary_table(EMBEDDING, size, hidden, shard)
         return parameters
-    parameters["head_table"] = ParameterSpec.from_shapes({EMBEDDING: (size, hidden)})
-    parameters["centroids"] = ParameterSpec.from_shapes(
-        {CENTROIDS_TENSOR: (assistant.num_clusters, hidden)}
-    )
+    head_table = ParameterSpec.from_shapes({EMBEDDING: (size, hidden)})
+    centroids = ParameterSpec.from_shapes({CENTROIDS_TENSOR: (assistant.num_clusters, hidden)})
+    parameters["head_table"] = replace(head_table, is_unquantized=True)
+    parameters["centroids"] = replace(centroids, is_unquantized=True)
     return parameters
 
 

@@ -79,12 +79,13 @@ class AssistantModel(Decoder):
         super().__init__(parts, build)
         tables = parts.tables
         self.target = target
-        self.hidden_size = tables["pre_projection"].shape[0]
+        pre_projection = tables.take_matrix("pre_projection")
+        self.hidden_size = pre_projection.shape[0]
         self.state_size = config.target_hidden_size
         self.cache_layouts = target.cache_layouts
         self.num_probe_layers = len(target.cache_layouts)
-        self.input_projection = build.residual_projection(tables["pre_projection"])
-        self.output_projection = build.projection(tables["post_projection"])
+        self.input_projection = build.residual_projection(pre_projection)
+        self.output_projection = build.projection(tables.take_matrix("post_projection"))
         if token_order is not None:
             self.head = ClusteredHead(
                 table=tables["head_table"],

@@ -15,6 +15,7 @@ from spd.kernels.latent.mla_attention import HeadMatrices
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual, attend_windows
 from spd.runtime.layers.linear import Projection, apply_in_tiles, normalize_stream
 from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models.allocator import BlockTensors
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.attention_steps import (
     FusedGates,
@@ -33,7 +34,7 @@ from spd.runtime.models.attention_steps import (
     head_norm_scales,
     select_rotary,
 )
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.layouts import LatentLayout
 
 LATENT_EPSILON = 1e-6

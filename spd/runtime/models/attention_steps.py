@@ -17,8 +17,9 @@ from spd.kernels.linear.norm_gate import rms_norm
 from spd.runtime.layers.base import Communicator, ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.linear import Projection, unscaled_norm
 from spd.runtime.layers.rotary import RotaryRows
+from spd.runtime.models.allocator import BlockTensors
 from spd.runtime.models.attention_layout import GqaLayout, RotationLayout
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.builder import LayerBuilder
 
 
 class QkvStep(Protocol):

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.allocator import BlockTensors
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.layouts import ConvolutionLayout
 
 

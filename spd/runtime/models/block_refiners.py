@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spd.formats.block import BlockConfig
 from spd.kernels.sampling.sampling import NEGATIVE_INFINITY
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.allocator import BlockTensors
+from spd.runtime.models.builder import LayerBuilder
 
 Draw = Callable[[Tensor, int], Tensor]
 """Draws the tokens [S, 1] of a step of drafting from logits [S, 1, V]."""

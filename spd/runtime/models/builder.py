@@ -1,21 +1,14 @@
-"""Allocates a model's weights, and builds products from them: reorder, fold, round, pack.
-
-A fused matrix is allocated once, with a view for each tensor of the file, which is written straight
-to its rows, so that loading never holds a tensor twice.
-"""
+"""Builds products from a model's weights: reorder, fold, round, pack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from spd.errors import IncompatibleError
-from spd.kernels.capabilities import FLOAT_CODES, INT4_GROUP
+from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.experts.moe import ExpertMatrices
-from spd.kernels.interface import Kernels
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
     GroupedWeight,
@@ -29,7 +22,6 @@ from spd.kernels.linear.tiled_weight import StackedTiles, tile_weight
 from spd.runtime.layers import linear as products
 from spd.runtime.layers import skinny_linear as skinny
 from spd.runtime.layers import torch_linear as dense
-from spd.runtime.layers.base import Communicator
 from spd.runtime.layers.linear import FoldedNorm, RowNorm
 from spd.runtime.layers.native_linear import (
     NativeLinear,
@@ -38,164 +30,10 @@ from spd.runtime.layers.native_linear import (
     NativeResidualProjection,
     PackedEmbedding,
 )
-from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.parameters import UNSHARDED, ParameterSpec, Shard
-from spd.runtime.models.weights import WIDE, PackedSpec, ScaleKind, WeightForm, part_name
-
-TensorFiller = Callable[[Mapping[str, Tensor]], None]
-"""Writes views by name, each with the tensor of that name from any source."""
-SCALE_DTYPES: Mapping[ScaleKind, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "exponents": torch.uint8,
-    "factored": torch.uint8,
-}
-"""The dtypes of scales in memory."""
-StoredWeight = Tensor | GroupedWeight | StackedWeight
-"""A matrix as it is stored: plain, or in codes."""
-
-
-class BlockTensors(dict[str, Tensor]):
-    """Tensors of a layer's block, or of a model's tables, by name; of a matrix in codes, its codes."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(tensors)
-        self.grouped: dict[str, GroupedWeight | StackedWeight] = {}
-        """Matrices in codes, with their scales and other quantization parameters."""
-
-    def matrix(self, name: str) -> StoredWeight:
-        """Return a matrix as it is stored."""
-        return self.grouped.get(name, self[name])
-
+from spd.runtime.models.allocator import BlockTensors, ExecutionConfig, StoredWeight
 
 Product = dense.Linear | skinny.SkinnyLinear | NativeLinear
 """A product by a weight, in one of the backends."""
-LayerTensors = tuple[BlockTensors, BlockTensors]
-"""The tensors of a layer's attention block and of its MLP block."""
-
-
-@dataclass(frozen=True)
-class ExecutionConfig:
-    """The dtype, device, kernels, weight form and ranks that a model runs with."""
-
-    dtype: torch.dtype
-    device: str
-    kernels: Kernels
-    form: WeightForm = WIDE
-    ranks: Communicator | None = None
-    max_positions: int = 0
-    """The number of positions in rotary tables."""
-    max_rows: int = 64
-    """The most rows of a forward pass other than a prompt chunk."""
-    rounds_cache: bool = False
-    """True if keys and values are rounded to eight bits where they are stored."""
-
-    @property
-    def shard(self) -> Shard:
-        """Return this rank's shard."""
-        return UNSHARDED if self.ranks is None else Shard(self.ranks.rank, self.ranks.size)
-
-
-class WeightAllocator:
-    """Allocates tensors, not yet filled, and records the view that each checkpoint tensor fills."""
-
-    def __init__(self, execution: ExecutionConfig) -> None:
-        self.execution = execution
-        self._views: dict[str, Tensor] = {}
-
-    def take_views(self) -> Mapping[str, Tensor]:
-        """Return checkpoint names and the views that they fill, of all tensors since the last call."""
-        views = self._views
-        self._views = {}
-        return views
-
-    def allocate_layer(self, layout: LayerLayout, prefix: str) -> LayerTensors:
-        """Allocate one layer's tensors; `prefix` begins its names in the checkpoint.
-
-        prefix: such as `model.layers.0.`.
-        """
-        attention, mlp = layout.block_parameters()
-        return self.allocate_block(attention, prefix), self.allocate_block(mlp, prefix)
-
-    def allocate_block(
-        self, parameters: Mapping[str, ParameterSpec], prefix: str = ""
-    ) -> BlockTensors:
-        """Allocate one block's tensors; `prefix` begins its names in the checkpoint.
-
-        A matrix that the checkpoint holds in few bits becomes a weight in codes: it stands in
-        `grouped` of the result too. One whose parts have different types becomes a stack of such
-        weights. Every other parameter becomes a tensor of the model's dtype, or of float32.
-        """
-        form = self.execution.form
-        tensors = BlockTensors({})
-        for name, parameter in parameters.items():
-            is_packable = bool(prefix) or (form.packs_tables and name in ("embedding", "head"))
-            spec = form.find_packed_spec(parameter, prefix) if is_packable else None
-            pieces = form.split_by_spec(parameter, prefix) if is_packable and spec is None else []
-            if spec is not None:
-                codes = self._allocate_codes(parameter, spec, prefix)
-                tensors.grouped[name] = codes
-                tensors[name] = codes.codes
-            elif pieces:
-                stack = StackedWeight(
-                    tuple(
-                        self._allocate_codes(piece, piece_spec, prefix)
-                        for piece, piece_spec in pieces
-                    )
-                )
-                tensors.grouped[name] = stack
-                tensors[name] = stack.pieces[0].codes
-            else:
-                dtype = torch.float32 if parameter.is_float32 else self.execution.dtype
-                tensor = torch.empty(parameter.shape, dtype=dtype, device=self.execution.device)
-                tensors[name] = self._register_views(tensor, parameter, prefix)
-        return tensors
-
-    def _allocate_codes(
-        self, parameter: ParameterSpec, spec: PackedSpec, prefix: str
-    ) -> GroupedWeight:
-        """Allocate the codes of a matrix in few bits, and its scales, minima and zero points."""
-        rows, columns = parameter.shape
-        groups = -(-columns // (spec.group or columns))
-
-        def allocate(width: int, dtype: torch.dtype, part: str = "") -> Tensor:
-            tensor = torch.empty(rows, width, dtype=dtype, device=self.execution.device)
-            return self._register_views(tensor, parameter, prefix, part)
-
-        dtypes = dict.fromkeys(("scales", "minima"), SCALE_DTYPES[spec.scales])
-        codes = allocate(columns // 2 if spec.is_paired else columns, torch.uint8)
-        parameters: dict[str, Tensor] = {}
-        for part, span in spec.columns_per_parameter.items():
-            width = columns // span if span else groups
-            default_dtype = torch.float16 if span else torch.uint8
-            parameters[part] = allocate(width, dtypes.get(part, default_dtype), part)
-        return GroupedWeight(
-            spec.kind,
-            codes,
-            scales=parameters["scales"],
-            zeros=parameters.get("zeros"),
-            group=spec.group or columns,
-            minima=parameters.get("minima"),
-            factors=parameters.get("factors"),
-            minimum_factors=parameters.get("minimum_factors"),
-            rounds_rows=self.execution.form.rounds_rows and spec.kind != FLOAT_CODES,
-        )
-
-    def _register_views(
-        self, tensor: Tensor, parameter: ParameterSpec, prefix: str, part: str = ""
-    ) -> Tensor:
-        """Record the rows of each source, or of its quantization parameter `part`.
-
-        Return the tensor.
-        """
-        row = 0
-        for source in parameter.sources:
-            name = prefix + source.name
-            key = part_name(name, part) if part else name
-            self._views[key] = tensor[row : row + source.shape[0]]
-            row += source.shape[0]
-        return tensor
 
 
 class LayerBuilder:
@@ -279,19 +117,29 @@ class LayerBuilder:
 
         head: the product by the same table, None where they are not tied.
         """
-        if isinstance(table, GroupedWeight):
-            assert self.ranks is None
-            product = self._make_product(table, None) if head is None else head
-            if isinstance(product, NativeLinear):
-                return PackedEmbedding(product)
-            assert isinstance(product, skinny.SkinnyLinear)
-            return skinny.TiledEmbedding(product, self.dtype)
-        assert isinstance(table, Tensor)
+        rows = self.lookup_table(table, head)
         if self.ranks is None:
-            return table
+            return rows
+        assert isinstance(rows, Tensor)
         return products.ShardedEmbedding(
-            table, self.execution.shard.id_range(vocab_size)[0], vocab_size, self.ranks
+            rows, self.execution.shard.id_range(vocab_size)[0], vocab_size, self.ranks
         )
+
+    def lookup_table(
+        self, table: StoredWeight, head: products.OutputHead | None = None
+    ) -> products.AnyEmbedding:
+        """Return a table whose rows are looked up, in codes or not, whole on every rank.
+
+        head: the product by the same table, None where there is none.
+        """
+        if not isinstance(table, GroupedWeight):
+            assert isinstance(table, Tensor)
+            return table
+        product = self._make_product(table, None) if head is None else head
+        if isinstance(product, NativeLinear):
+            return PackedEmbedding(product)
+        assert isinstance(product, skinny.SkinnyLinear)
+        return skinny.TiledEmbedding(product, self.dtype)
 
     def head(
         self, table: StoredWeight, vocab_size: int, ids: Tensor | None = None
@@ -414,30 +262,32 @@ class LayerBuilder:
         """Return the product by matrix `name` at a block's end; each rank has other columns of it.
 
         epsilon: that of the norm after it, where it differs from other norms'. removes_mean: the
-        mean is removed from the result.
+        mean is removed from the result, of a matrix in codes after the product.
         """
-        if removes_mean:
+        is_centred_after = removes_mean and name in tensors.grouped
+        if removes_mean and not is_centred_after:
             self._remove_mean(tensors, name)
         scales = tensors.get("post_norm")
         post_norm = None if scales is None else RowNorm(scales, epsilon or self.epsilon)
         bias = tensors.get(f"{name}_bias")
         weight = self._stored_weight(tensors, name, cut=True)
-        if self.ranks is None:
-            return self.residual_projection(weight, bias, post_norm)
-        part = self.projection(weight)
-        return products.RowParallelLinear(
-            part=part, bias=bias, post_norm=post_norm, ranks=self.ranks, adder=self.adder
-        )
+        output: products.ResidualProjection
+        if self.ranks is not None:
+            add = self.adder.add
+            if post_norm is not None:
+                add = partial(self.adder.add_normed, norm=post_norm)
+            elif is_centred_after:
+                add = self.adder.add_centred
+            output = products.RowParallelLinear(self.projection(weight), bias, self.ranks, add)
+        elif is_centred_after:
+            output = products.CentredProjection(self.projection(weight, bias), self.adder)
+        else:
+            output = self.residual_projection(weight, bias, post_norm)
+        tile = tensors.tiles.get(name)
+        return output if tile is None else products.TiledInputProjection(output, *tile)
 
     def _remove_mean(self, tensors: BlockTensors, name: str) -> None:
-        """Subtract its mean from every column of a matrix [N, K], and from its bias.
-
-        Raises IncompatibleError.
-        """
-        if name in tensors.grouped:
-            raise IncompatibleError(
-                "packed weights cannot be centred, which layer norms of this model need"
-            )
+        """Subtract its mean from every column of a matrix [N, K], and from its bias."""
         for key in (name, f"{name}_bias"):
             if key in tensors:
                 wide = tensors[key].float()

@@ -22,9 +22,10 @@ from spd.runtime.layers import linear as products
 from spd.runtime.layers import skinny_linear as skinny
 from spd.runtime.layers.base import ForwardBatch, LayerCache, ModelOutput, Residual
 from spd.runtime.layers.rotary import RotaryRows, RotaryTable
+from spd.runtime.models.allocator import BlockTensors
 from spd.runtime.models.attention import Attention
 from spd.runtime.models.attention_layout import GqaLayout
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.decoder_layer import DecoderLayer
 from spd.runtime.models.gated_delta import GatedDelta
 from spd.runtime.models.gemma4_mlp import LayerEmbeddings
@@ -193,7 +194,7 @@ class Decoder:
             if self.layout.normed_embedding:
                 rows = products.unscaled_norm(rows, self.epsilon)
             else:
-                rows = rows - rows.mean(-1, keepdim=True)
+                rows = products.without_mean(rows)
             table = rows.to(table.dtype)
             ids = torch.arange(ids.shape[0], device=ids.device)
         if self.head.carries_square_sums and batch.chunk_start is None:
@@ -258,7 +259,7 @@ class HeadModel(Decoder):
         self.layer = self.layers[0]
         self.projection: products.ResidualProjection | None = None
         if "projection" in parts.tables:
-            self.projection = build.residual_projection(parts.tables["projection"])
+            self.projection = build.residual_projection(parts.tables.take_matrix("projection"))
             self.token_norm = parts.tables["token_norm"]
             self.state_norm = parts.tables["state_norm"]
         else:

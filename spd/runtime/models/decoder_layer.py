@@ -13,10 +13,11 @@ from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.linear import with_square_sums
 from spd.runtime.layers.rotary import RotaryRows
 from spd.runtime.models import layouts
+from spd.runtime.models.allocator import LayerTensors
 from spd.runtime.models.attention import Attention, LatentAttention
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.block_convolution import BlockConvolution
-from spd.runtime.models.builder import LayerBuilder, LayerTensors
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.gated_delta import GatedDelta, ShortConv
 from spd.runtime.models.gemma4_mlp import Gemma4Mlp
 from spd.runtime.models.mlp import GatedMlp

@@ -11,7 +11,8 @@ from spd.kernels.recurrent.delta_rule import DeltaMemory, DeltaRule
 from spd.kernels.recurrent.short_conv import Segments
 from spd.runtime.layers.base import ForwardBatch, LayerCache, Residual
 from spd.runtime.layers.rotary import RotaryRows
-from spd.runtime.models.builder import BlockTensors, LayerBuilder, reorder_heads
+from spd.runtime.models.allocator import BlockTensors
+from spd.runtime.models.builder import LayerBuilder, reorder_heads
 from spd.runtime.models.recurrent_layouts import ConvLayout, DeltaLayout, ScanLayout
 
 

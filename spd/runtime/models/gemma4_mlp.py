@@ -11,7 +11,8 @@ from torch import Tensor
 from spd.kernels.linear.activation import GELU
 from spd.kernels.linear.norm_gate import activate, rms_norm
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.allocator import BlockTensors
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.expert_steps import Router, RouterLogits
 from spd.runtime.models.layouts import Gemma4MlpLayout, MoeLayout
 from spd.runtime.models.mlp import GatedMlp
@@ -24,9 +25,9 @@ class LayerEmbeddings:
     """
 
     def __init__(self, tables: BlockTensors, build: LayerBuilder, layers: int) -> None:
-        self.table = tables.pop("embed_tokens_per_layer")
+        self.table = build.lookup_table(tables.take_matrix("embed_tokens_per_layer"))
         self.norm = tables.pop("per_layer_projection_norm")
-        self.projection = build.projection(tables.pop("per_layer_model_projection"))
+        self.projection = build.projection(tables.take_matrix("per_layer_model_projection"))
         self.layers = layers
         self.width = self.norm.shape[0]
         self.epsilon = build.epsilon
@@ -39,7 +40,8 @@ class LayerEmbeddings:
         projected = self.projection(Residual(x), batch) * x.shape[1] ** -0.5
         projected = projected.view(-1, self.layers, self.width)
         projected = rms_norm(projected, self.norm, self.epsilon)
-        total: Tensor = projected + self.table[ids].view(projected.shape) * self.scale
+        rows = self.table[ids] if isinstance(self.table, Tensor) else self.table.rows(ids)
+        total: Tensor = projected + rows.view(projected.shape) * self.scale
         return total * math.sqrt(0.5)
 
 

@@ -7,6 +7,7 @@ scales of six bits take a byte each. Types below four bits are dequantized.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from spd.formats.gguf.changes import (
     Change,
@@ -17,6 +18,7 @@ from spd.formats.gguf.changes import (
     TiledHeads,
 )
 from spd.formats.gguf.tensors import StoredTensor
+from spd.runtime.models.parameters import HeadTile
 from spd.runtime.models.weights import PackedSpec
 
 FORMS: Mapping[str, PackedSpec] = {
@@ -41,13 +43,26 @@ def find_packed_specs(stored: Mapping[str, StoredTensor]) -> dict[str, PackedSpe
     for name, tensor in stored.items():
         types = {part.type.name for part in tensor.parts}
         spec = FORMS.get(next(iter(types))) if len(types) == 1 else None
-        if (
-            spec is not None
-            and len(tensor.shape) == 2
-            and all(map(_only_moves_rows, tensor.changes))
-        ):
-            specs_by_name[name] = spec
+        if spec is None or len(tensor.shape) != 2:
+            continue
+        tile = find_tile(tensor)
+        if tile is not None or all(map(_only_moves_rows, tensor.changes)):
+            specs_by_name[name] = replace(spec, tile=tile)
     return specs_by_name
+
+
+def find_tile(tensor: StoredTensor) -> HeadTile | None:
+    """Return the order of columns that the converter moved, and nothing else; None for any other
+    tensor.
+
+    Columns of packed codes stay where they are: the input is permuted.
+    """
+    if len(tensor.changes) != 1:
+        return None
+    (change,) = tensor.changes
+    if not isinstance(change, TiledHeads) or change.dim != 1:
+        return None
+    return HeadTile(change.per_key, change.width)
 
 
 def _only_moves_rows(change: Change) -> bool:

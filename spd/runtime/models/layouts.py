@@ -307,7 +307,7 @@ class MoeLayout:
             for number in range(self.experts.num_experts)
             for part, shape in shapes.items()
         }
-        return ParameterSpec.from_shapes(names, cut=cut)
+        return replace(ParameterSpec.from_shapes(names, cut=cut), is_stacked=True)
 
     @property
     def widest(self) -> int:

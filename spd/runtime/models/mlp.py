@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from spd.runtime.layers.base import ForwardBatch, Residual
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.allocator import BlockTensors
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.layouts import MlpLayout
 
 

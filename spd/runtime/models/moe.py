@@ -7,7 +7,8 @@ from torch import Tensor
 from spd.kernels.experts.moe import ExpertWeights
 from spd.runtime.layers.base import ForwardBatch, Residual
 from spd.runtime.layers.linear import normalize_stream
-from spd.runtime.models.builder import BlockTensors, LayerBuilder
+from spd.runtime.models.allocator import BlockTensors
+from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.expert_steps import (
     BiasedLogits,
     BlockTotal,

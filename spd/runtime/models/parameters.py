@@ -36,6 +36,28 @@ class Cut:
 Cuts = Mapping[str, Cut]
 
 
+class HeadTile(NamedTuple):
+    """The order of a matrix's columns, [per key, keys, width], for heads [keys, per key, width]."""
+
+    per_key: int
+    """Heads of a key head."""
+    width: int
+    """Columns of a head."""
+
+    def stored_cut(self, cut: Cut, columns: int) -> Cut:
+        """Return the columns where a cut of heads is stored, out of so many columns of all heads.
+
+        A cut has all heads of its key heads.
+        """
+        step = columns // self.per_key
+        ranges = tuple(
+            (number * step + first // self.per_key, number * step + end // self.per_key)
+            for number in range(self.per_key)
+            for first, end in cut.ranges
+        )
+        return Cut(cut.dim, ranges)
+
+
 class Rows(NamedTuple):
     """The rows of a matrix that a rank takes: ranges of `total` rows."""
 
@@ -134,6 +156,8 @@ class ParameterSpec:
     is_unquantized: bool = False
     """True if it has the run's dtype however other matrices are stored: its kernels read no codes.
     """
+    is_stacked: bool = False
+    """True for matrices of experts, whose kernels read codes of one form."""
 
     @classmethod
     def from_shapes(

@@ -22,7 +22,15 @@ from spd.formats.quantized import UNUSED_SUFFIXES
 from spd.kernels.capabilities import CODE_BITS, FLOAT_CODES, INT4_GROUP, SUPER_BLOCK, CodeKind
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
-from spd.runtime.models.parameters import UNSHARDED, Cut, ParameterSpec, Shape, Shard, SourceTensor
+from spd.runtime.models.parameters import (
+    UNSHARDED,
+    Cut,
+    HeadTile,
+    ParameterSpec,
+    Shape,
+    Shard,
+    SourceTensor,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -301,6 +309,8 @@ class PackedSpec:
     scales: ScaleKind = "float32"
     minima: bool = False
     """True if groups have minima, stored as scales are."""
+    tile: HeadTile | None = None
+    """The order of columns where it is not that of the input's heads."""
 
     @property
     def is_paired(self) -> bool:
@@ -361,6 +371,8 @@ class PackedSpec:
         if cut is None or cut.dim == 0:
             return True
         unit = SUPER_BLOCK if self.scales == "factored" else self.group or 2
+        if self.tile is not None:
+            unit *= self.tile.per_key
         return all(edge % unit == 0 for span in cut.ranges for edge in span)
 
 
@@ -430,7 +442,7 @@ class WeightForm:
         Backends that pack tables multiply such pieces one by one.
         """
         pieces: list[tuple[ParameterSpec, PackedSpec]] = []
-        if not self.packs_tables or not parameter.is_quantizable:
+        if not self.packs_tables or not parameter.is_quantizable or parameter.is_stacked:
             return pieces
         for source in parameter.sources:
             piece = replace(parameter, sources=(source,))

@@ -417,7 +417,7 @@ def resolve_plan(config: EngineConfig, machine: Machine) -> EnginePlan:
         mtp=mtp,
         head_holds_embedding=drafter.head_holds_embedding,
         form=form,
-        draft_form=_draft_form(drafter, form_of),
+        draft_form=_draft_form(drafter, partial(form_of, kernels=draft_kernels)),
         tp=config.tp,
         draft_tp=draft_tp,
         num_snapshots=_snapshot_count(config, _any_recurrent(model, draft)),

@@ -138,6 +138,20 @@ def test_stacked_experts_are_cut(tmp_path: Path) -> None:
             assert (part.shape, part.nbytes) == ((rows, columns), size)
 
 
+@pytest.mark.parametrize("shape", [[1, 3], [3]])
+def test_ernie_s_corrections_are_a_row(tmp_path: Path, shape: list[int]) -> None:
+    """The converter writes a row, of which llama-quantize makes a vector."""
+    architecture = "ernie4_5-moe"
+    keys: dict[str, Value | None] = {
+        key.replace("llama.", f"{architecture}."): value
+        for key, value in tiny_metadata(**SMALL).items()
+    }
+    keys |= {"general.architecture": architecture, f"{architecture}.expert_count": 3}
+    folder = write_model(tmp_path, keys, {"blk.0.exp_probs_b.bias": TensorSpec("F32", shape)})
+    name = "model.layers.0.mlp.moe_statics.e_score_correction_bias"
+    assert folder.checkpoint.tensors[name].shape == (1, 3)
+
+
 MTP_KEYS: dict[str, Value | None] = {
     "general.architecture": "glm4moe",
     "glm4moe.nextn_predict_layers": 1,
