@@ -12,10 +12,12 @@ from spd.formats import assistant, block, eagle3, mtp_layout
 from spd.formats.block_config import ATTENTION_KINDS
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.gguf.architectures import ARCHITECTURES
-from spd.formats.gguf.block_types import READABLE_TYPES
+from spd.formats.gguf.block_types import READABLE_TYPES, TYPES_BY_NAME
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES, WRAPPERS
 from spd.formats.rope_config import RopeKind
+from spd.kernels.capabilities import SUPER_BLOCK
 from spd.runtime.models import FAMILIES
+from spd.runtime.models.gguf_forms import FORMS
 
 NOTES = """\
 A folder is what Hugging Face's `save_pretrained` writes: `config.json`, `tokenizer.json` and safetensors, one
@@ -101,13 +103,16 @@ GGUF = """\
 ## GGUF files
 
 A GGUF file (v2 or v3, little-endian, split or not) is read by its own keys and tensors; what
-llama.cpp's converter did to weights is undone when they are loaded. Types: {types}. Others are refused
-by name. Values equal those of ggml's reference bit for bit in float32. Types of four bits or more stay
-packed in memory, on a GPU but for float16; all others are multiplied out and rounded once, to the run's
-dtype. MTP heads and
-Gemma 4's assistants may stand in files of their own. A file with tensors that its model does not use is
-refused, but for those that see or hear. Not read: EAGLE-3 heads, adapters, images, and what a file cannot
-say, such as the windows of Mistral's first models, which llama.cpp drops.
+llama.cpp's converter did to weights is undone when they are loaded. MTP heads and Gemma 4's assistants may
+stand in files of their own. A file with tensors that its model does not use is refused, but for those that
+see or hear. Not read: EAGLE-3 heads, adapters, images, and what a file cannot say, such as the windows of
+Mistral's first models, which llama.cpp drops.
+
+An architecture of the second table may come in any type of this one; other types are refused by name.
+Values equal those of ggml's reference bit for bit in float32. Packed weights stay packed in memory, by C
+and by Triton kernels; with `--kernels torch`, and by Triton in float16, they are multiplied out too:
+rounded once, to the run's dtype. So are, in every file, the matrix that latent attention multiplies head
+by head, experts whose gates have another type than their inputs, and with `--tp` embedding and head.
 """
 
 
@@ -124,8 +129,29 @@ def gguf_section() -> list[str]:
                 heads,
             )
         )
+    types = [(name, file_bits(name), memory_bits(name)) for name in READABLE_TYPES]
+    type_header = ("type", "bits a weight in the file", "in memory")
     header = ("`general.architecture`", "read as", "MTP layers")
-    return [*GGUF.format(types=", ".join(READABLE_TYPES)).split("\n"), *table_lines(header, rows)]
+    return [
+        *GGUF.split("\n"),
+        *table_lines(type_header, types),
+        "",
+        *table_lines(header, rows),
+    ]
+
+
+def file_bits(name: str) -> str:
+    """Return the bits of a weight of a GGUF type in a file."""
+    block = TYPES_BY_NAME[name]
+    return f"{8 * block.nbytes / block.elements:g}"
+
+
+def memory_bits(name: str) -> str:
+    """Return the bits of a weight of a GGUF type in memory, or that it has the run's dtype."""
+    form = FORMS.get(name)
+    if form is None:
+        return "the run's dtype"
+    return f"packed: {8 * form.count_bytes((1, SUPER_BLOCK)) / SUPER_BLOCK:g}"
 
 
 def make_document() -> str:

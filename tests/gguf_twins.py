@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.recipes.tiny import VARIANTS, write_json, write_tiny
+from tests.recipes.tiny_changes import with_layer_embeddings
 from tests.recipes.tiny_dense import FAMILIES, FULL, SLIDING, write_dense
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 from tests.recipes.tiny_mtp import write_tiny_mtp
@@ -166,6 +167,98 @@ TWINS: dict[str, Callable[[Path], Path]] = {
 """The functions that write the twins' folders, by name."""
 
 
+WIDE_SIZES = {"hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 2, "head_dim": 64}
+"""Widths that blocks of 256 divide."""
+WIDE_KEYS = {
+    "moe_intermediate_size": 256,
+    "kv_lora_rank": 256,
+    "q_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+"""The widths of experts and of latent attention, where a twin has them."""
+WIDE_HYBRID = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 128,
+    "linear_num_value_heads": 4,
+}
+"""A block of 256 columns holds the heads of two keys, which the converter has moved."""
+WIDE_EXPERTS = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+LAYER_TABLE_WIDTH = 64
+"""Elements of a token's embedding in each layer of a wide Gemma 4."""
+
+
+def _widened(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys of a configuration, with those that are widths made wide."""
+    return {key: WIDE_KEYS.get(key, value) if value else value for key, value in keys.items()}
+
+
+def _wide_variant(folder: Path, name: str) -> Path:
+    options = {**VARIANTS[name], **WIDE_SIZES}
+    options["kv_heads"] = VARIANTS[name].get("kv_heads", WIDE_SIZES["kv_heads"])
+    if "extra" in options:
+        options["extra"] = {**_widened(options["extra"]), **CONFIG_KEYS.get(name, {})}
+    write_tiny(folder, **options)
+    return _with_keys(folder, CONFIG_KEYS.get(name, {}))
+
+
+def _wide_family(folder: Path, name: str) -> Path:
+    shape, keys, _ = FAMILIES[name]
+    options: dict[str, Any] = dict(WIDE_SIZES)
+    if "extra" in shape:
+        options["extra"] = _widened(shape["extra"])
+    config = dict(CONFIG_KEYS.get(name, {}))
+    if "num_local_experts" in keys:
+        config["intermediate_size"] = WIDE_KEYS["moe_intermediate_size"]
+    if "tie_word_embeddings" in config:
+        options["tie"] = config["tie_word_embeddings"]
+    return write_dense(folder, name, max_positions=2048, config=config, **options)
+
+
+def _wide_gemma4(folder: Path) -> Path:
+    change = partial(with_layer_embeddings, width=LAYER_TABLE_WIDTH)
+    config = {"hidden_size_per_layer_input": LAYER_TABLE_WIDTH}
+    return write_dense(folder, "gemma4", max_positions=2048, config=config, change=change)
+
+
+def _wide_sparse_hybrid(folder: Path, name: str) -> Path:
+    write_sparse(folder, name, **WIDE_HYBRID, **WIDE_EXPERTS)
+    return folder
+
+
+WIDE_TWINS: dict[str, Callable[[Path], Path]] = {
+    **{
+        name: partial(_wide_variant, name=name)
+        for name in ("qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "ernie4_5_moe")
+    },
+    **{
+        name: partial(_wide_family, name=name)
+        for name in (
+            "cohere2",
+            "phi3",
+            "gpt_oss",
+            "granite_moe",
+            "lfm2_moe",
+            "mixtral",
+            "minimax_m2",
+        )
+    },
+    "gemma4": _wide_gemma4,
+    "qwen35_moe": partial(_wide_sparse_hybrid, name="Qwen3_5Moe"),
+    "qwen3_next": partial(_wide_sparse_hybrid, name="Qwen3Next"),
+    "qwen35_mtp": partial(
+        _hybrid,
+        config={"mtp_num_hidden_layers": 1, "intermediate_size": 512, **WIDE_HYBRID},
+        mtp=True,
+        agreeing=True,
+    ),
+}
+"""Twins of widths that blocks of 256 divide, all or most of them."""
+
+
 def convert(source: Path, folder: Path, out: Path, kind: str = "f32", *options: str) -> Path:
     """Run the converter in a separate process. Raises CalledProcessError with its output."""
     command = [sys.executable, "-W", "ignore", __file__, str(source), str(folder), str(out), kind]
@@ -183,6 +276,13 @@ def quantize(tool: Path, file: Path, out: Path, mixture: str, kind: str | None =
         options = ["--tensor-type", f".*={kind.lower()}", "--token-embedding-type", kind.lower()]
         options += ["--output-tensor-type", kind.lower()]
     subprocess.run([tool, *options, file, out, mixture], check=True, capture_output=True)
+    return out
+
+
+def dequantize(tool: Path, file: Path, out: Path) -> Path:
+    """Write a file's values in float32, as llama-quantize computes them."""
+    command = [tool, "--allow-requantize", file, out, "F32"]
+    subprocess.run(command, check=True, capture_output=True)
     return out
 
 

@@ -281,12 +281,14 @@ def with_sinks(tensors: Tensors) -> Tensors:
     return changed
 
 
-def with_layer_embeddings(tensors: Tensors, sparse: bool = False) -> Tensors:
-    """Make Gemma 4's: every second layer wider, the last two share keys, layer embeddings."""
+def with_layer_embeddings(tensors: Tensors, sparse: bool = False, width: int = 12) -> Tensors:
+    """Make Gemma 4's: every second layer wider, the last two share keys, layer embeddings.
+
+    width: of a token's embedding in each layer.
+    """
     changed = {
         n: t + 1 if n.endswith("norm.weight") else t for n, t in with_gemma_norms(tensors).items()
     }
-    width = 12
     hidden = 64
     experts = 8
     put = partial(draw, changed)

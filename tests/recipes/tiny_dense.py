@@ -435,9 +435,11 @@ FAMILIES: dict[str, Family] = {
 def write_dense(folder: Path, family: str, **options: Any) -> Path:
     """Write one checkpoint of a family, of four layers; return its folder.
 
-    options: those of `write_tiny`, and `config`, further keys of config.json.
+    options: those of `write_tiny`, and `config`, further keys of config.json, and `change`, another
+    change of tensors than the family's.
     """
     shape, keys, change = FAMILIES[family]
+    change = options.pop("change", change)
     config_keys = options.pop("config", {})
     write_tiny(folder, **{"layers": 4} | shape | options)
     path = folder / "config.json"

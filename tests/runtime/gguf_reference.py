@@ -47,6 +47,11 @@ def near_ties(reference: Any, prompt: Prompt, tokens: Sequence[int]) -> list[str
     Raises AssertionError where one is worse by `MIN_GAP` or more.
     """
     rows = reference_logits(reference, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    return near_ties_of(rows, tokens)
+
+
+def near_ties_of(rows: Tensor, tokens: Sequence[int]) -> list[str]:
+    """Return the lines of `near_ties` for the reference's logits [N, V] before each of N tokens."""
     best = rows.max(dim=1)
     chosen = rows.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     gaps = best.values - chosen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf import changes
 from spd.formats.gguf.block_types import READABLE_TYPES
+from spd.formats.gguf.container import GgufFile
 from spd.runtime import SamplingParams
 from spd.runtime.load import gguf_weights
 from spd.runtime.load.gguf_weights import read_values
@@ -99,11 +102,18 @@ def test_packed_types_give_the_same_tokens_by_triton(tmp_path: Path, kind: str) 
         ]
 
 
-def test_triton_multiplies_float16_by_wide_weights(tmp_path: Path) -> None:
-    """Codes could overflow in float16 before the norm's scales."""
-    file = write_tiny_gguf(tmp_path / "a.gguf", "Q4_K", layers=1, vocab=96)
+@pytest.mark.parametrize("kind", ["F16", "Q4_K"])
+def test_triton_multiplies_float16_by_wide_weights(tmp_path: Path, kind: str) -> None:
+    """Codes could overflow in float16 before the norm's scales.
+
+    In the interpreter, as torch's values in float16.
+    """
+    file = write_tiny_gguf(tmp_path / "a.gguf", kind, layers=1, vocab=96)
+    prompt = random_prompts(1, 4, 90, seed=1)[0]
     engine = make_engine(file, kernels="triton", dtype="float16", spec="off")
     assert engine.plan.weights == "float16"
+    expected = compute_logits(make_engine(file, kernels="torch", dtype="float16"), prompt)
+    torch.testing.assert_close(compute_logits(engine, prompt), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiled), "triton"])
@@ -235,6 +245,18 @@ def test_types_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None:
     file = write_tiny_gguf(tmp_path / "a.gguf", "TQ2_0")
     with pytest.raises(CheckpointError, match="dtype TQ2_0 is not supported here"):
         make_engine(file)
+
+
+def test_a_scale_that_is_no_number_ends_a_text(tmp_path: Path) -> None:
+    """The rows whose sums agree are found without it: the text ends where it begins."""
+    file = write_tiny_gguf(tmp_path / "a.gguf", "Q8_0", layers=1)
+    offset = GgufFile.open(file).tensors["blk.0.ffn_down.weight"].offset
+    content = bytearray(file.read_bytes())
+    content[offset : offset + 2] = struct.pack("<e", math.nan)
+    file.write_bytes(content)
+    engine = make_engine(file, kernels="torch", dtype="bfloat16")
+    (run,) = run_all(engine, [(1, 2, 3)], PARAMS[:1])
+    assert (run.tokens, run.finish_reason) == ([], "error")
 
 
 def test_weights_in_few_bits_are_not_rounded_again(tmp_path: Path) -> None:

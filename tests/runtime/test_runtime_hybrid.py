@@ -126,14 +126,14 @@ def pack_experts(tensors: dict[str, torch.Tensor]) -> None:
             tensors[f"{stem}{packed}"] = torch.stack([torch.cat(expert) for expert in expert_parts])
 
 
-def write_sparse(folder: Path, name: str) -> Any:
-    """Write a hybrid with experts by the library; return the model."""
+def write_sparse(folder: Path, name: str, **sizes: int) -> Any:
+    """Write a hybrid with experts by the library; return the model; sizes: others than usual."""
     import transformers
 
     config_class = f"{name}TextConfig" if name == "Qwen3_5Moe" else f"{name}Config"
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, config_class)(**SPARSE_SIZES)
+        getattr(transformers, config_class)(**SPARSE_SIZES | sizes)
     ).eval()
     for parameter_name, tensor in model.named_parameters():
         is_vector = parameter_name.endswith(("A_log", "dt_bias")) or "norm" in parameter_name

@@ -115,6 +115,8 @@ class GgufFile:
             split_path = path.with_name(
                 f"{split_name[1]}-{number:05d}-of-{split_name[3]}{split_name[4]}"
             )
+            if not split_path.exists():
+                raise _file_error(split_path, f"is missing: the model is in {count} files")
             headers.append(header if split_path == path else _read_file_header(split_path))
             tensor_count += len(headers[-1].tensors)
             if tensor_count > MAX_TENSORS:

@@ -59,12 +59,12 @@ def widths_with_matching_sum_order(product: Linear, widths: Sequence[int]) -> tu
 
     Runs the product on example rows and compares the rounding errors: another order changes one
     rounded result in ten thousand, but one rounding error in ten. All widths where the product has
-    no rounding errors to compare.
+    no rounding errors to compare, or a damaged file's weights are not numbers.
     """
     x = product.make_example_rows(WIDEST_BUCKET)
     widest_output = product.multiply_in_tiles(x, WIDEST_BUCKET)
     widest_errors = product.rounding_error(x, widest_output)
-    if widest_errors is None:
+    if widest_errors is None or bool(widest_errors.isnan().any()):
         return tuple(widths)
 
     def matches(width: int) -> bool:

@@ -135,7 +135,9 @@ def test_a_split_under_another_name_is_refused(tmp_path: Path) -> None:
 def test_a_missing_split_is_named(tmp_path: Path) -> None:
     paths = write_splits(tmp_path)
     paths[1].unlink()
-    with pytest.raises(CheckpointError, match=r"m-00002-of-00003\.gguf: No such file"):
+    with pytest.raises(
+        CheckpointError, match=r"m-00002-of-00003\.gguf: is missing: the model is in 3 files"
+    ):
         GgufFile.open(paths[0])
 
 
