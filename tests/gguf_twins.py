@@ -281,8 +281,7 @@ def quantize(tool: Path, file: Path, out: Path, mixture: str, kind: str | None =
 
 def dequantize(tool: Path, file: Path, out: Path) -> Path:
     """Write a file's values in float32, as llama-quantize computes them."""
-    command = [tool, "--allow-requantize", file, out, "F32"]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run([tool, "--allow-requantize", file, out, "F32"], check=True, capture_output=True)
     return out
 
 

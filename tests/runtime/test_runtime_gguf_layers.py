@@ -84,7 +84,8 @@ def load_block(
         for source in parameter.sources
         if source.cut is not None
     }
-    with model.checkpoint as checkpoint:
+    checkpoint = model.checkpoint
+    with checkpoint:
         make_gguf_filler(checkpoint, LoadMeter(), cuts)(allocator.take_views())
     return tensors
 

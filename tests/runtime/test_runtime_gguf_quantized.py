@@ -83,10 +83,10 @@ def tool() -> Path:
     source = llama_cpp()
     if source is None:
         pytest.skip("LLAMA_CPP does not name a folder of llama.cpp's source")
-    found = quantize_tool(source)
-    if found is None:
+    path = quantize_tool(source)
+    if path is None:
         pytest.skip(f"{source} has no build/bin/llama-quantize")
-    return found
+    return path
 
 
 @pytest.fixture(scope="module")
