@@ -138,7 +138,8 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
-        message = f"cannot listen at {host}, port {port}: {error.strerror}"
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        message = f"cannot listen at {host}, port {port}: {reason}"
         raise UsageError(message, fix=["--port N"]) from None
 
 

@@ -169,6 +169,9 @@ def test_a_transcript_gives_these_messages(transcript, talk, saved, tmp_path, mo
 
 
 def test_regen_draws_with_another_seed_and_more_with_the_same(talk, saved, script) -> None:
+    note = "temperature 0 gives one reply"
+    assert note in talk("Hi", "/set temperature=0", "/regen", name="greedy").err
+    assert note not in talk("Hi", "/set temperature=0.7", "/regen", name="drawn").err
     talk("Hi", "/regen")
     first, second = script.engine.requests
     assert first.prompt_ids == second.prompt_ids and first.params.seed != second.params.seed

@@ -245,6 +245,9 @@ def test_status_another_engine_and_a_drafter_that_is_not_there(home, server, mon
     assert {"model", "url", "pid", "spec", "ctx", "slots", "running"} <= server_info.keys()
     ran = spd(home, "serve", "--json")
     assert ran.returncode == 2 and "--json is for --status" in ran.stdout
+    ran = spd(home, "serve", "--port", server)
+    assert ran.returncode == 2 and "spd serves demo there (pid " in ran.stderr
+    assert "fix: spd serve --stop" in ran.stderr
     words = ["--spec", "off", "--ctx", "512", "--dtype", "float32"]
     ran = spd(home, "generate", "-v", "--threads", "1", "-n", "2", words, QUESTION)
     assert ran.returncode == 0 and "not used: another dtype, spec, ctx" in ran.stderr

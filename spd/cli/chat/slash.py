@@ -106,6 +106,8 @@ class Commands:
     def do_regen(self, argument: str) -> None:
         """reply to the last message once more, with another seed"""
         turn = Turn(self._last_turn().user)
+        if not self._chat.model.settings.sampling.params.temperature:
+            self._chat.print_line("temperature 0 gives one reply; /set temperature=0.8 varies it")
         self._chat.reply(self._chat.conversation.with_last(turn))
 
     def do_more(self, argument: str) -> None:

@@ -122,7 +122,11 @@ def serve(session: Session, options: ServeOptions) -> int:
             write_stderr_line(message)
 
     check_address(options.host, options.api_key)
-    with open_listener(options.host, options.port) as listener:
+    try:
+        opened = open_listener(options.host, options.port)
+    except UsageError as error:
+        raise _name_own_server(error, session, options.port) from None
+    with opened as listener:
         offer_downloads(session, options)
         settings = plan_settings(options.to_generate_options())
         received = run_server(
@@ -135,3 +139,17 @@ def serve(session: Session, options: ServeOptions) -> int:
     if received == signal.SIGINT:
         raise Interrupted(received)
     return 0
+
+
+def _name_own_server(error: UsageError, session: Session, port: int) -> UsageError:
+    """Return the error of a port in use, with the server of this user that uses it."""
+    from urllib.parse import urlsplit
+
+    from spd.server.client import find_servers
+
+    for connection, server_info in find_servers(session.runtime_folder, session.console.note):
+        connection.close()
+        if urlsplit(server_info["url"]).port == port:
+            error.reason = (f"spd serves {server_info['model']} there (pid {server_info['pid']})",)
+            error.fix = ("spd serve --stop", *error.fix)
+    return error

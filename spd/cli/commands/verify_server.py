@@ -264,7 +264,7 @@ class ServerReport:
             "chances": [missed, alarm],
             "note": self._weakness_note(),
             "interrupted": self.is_interrupted or None,
-            "passed": self._has_passed,
+            "passed": None if self.is_interrupted else self._has_passed,
         }
 
     def _weakness_note(self) -> str | None:
