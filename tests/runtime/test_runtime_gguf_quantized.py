@@ -114,12 +114,12 @@ def assert_runs_as_transformers(file: Path, folder: Path, say: Say, vocab: int) 
     engine = make_engine(file, dtype="float32", kernels="auto")
     runs = run_all(engine, prompts, params)
     reference = load_reference(file, folder)
-    others = [
+    ties = [
         line
         for prompt, run in zip(prompts, runs, strict=True)
         for line in near_ties(reference, prompt, run.tokens)
     ]
-    say(f"{file.name}: {len(others)} of {TOKENS * len(prompts)} tokens differ {others or ''}")
+    say(f"{file.name}: {len(ties)} of {TOKENS * len(prompts)} tokens differ {ties or ''}")
     default = make_engine(file, dtype="auto")
     assert default.plan.shape.dtype == "bfloat16"
     assert [len(run.tokens) for run in run_all(default, prompts, params)] == [TOKENS] * len(prompts)
@@ -149,13 +149,13 @@ def assert_runs_as_dequantized(tool: Path, file: Path, say: Say, name: str) -> N
     expected = compute_logits(make_engine(values, dtype="float32", kernels="torch"), prompts[0])
     assert (logits - expected).abs().max() < LOGIT_TOLERANCE
     engine = make_engine(file, dtype="float32", kernels="native", slots=3)
-    others = list[str]()
+    ties = list[str]()
     for prompt, run in zip(prompts, run_all(engine, prompts, params), strict=True):
         reference = make_engine(values, dtype="float32", kernels="torch")  # with an empty state
         rows = compute_logits(reference, (*prompt, *run.tokens), chunk=0)
-        others += near_ties_of(rows[len(prompt) - 1 : -1], run.tokens)
+        ties += near_ties_of(rows[len(prompt) - 1 : -1], run.tokens)
     ratio = engine.info.plan["weight_bytes"] / file.stat().st_size
-    say(f"{name} {file.name}: {len(others)} of {3 * TOKENS} tokens differ; {ratio:.2f} x its bytes")
+    say(f"{name} {file.name}: {len(ties)} of {3 * TOKENS} tokens differ; {ratio:.2f} x its bytes")
     sampled = [
         SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=t, seed=3)
         for t in (0.0, 0.8, 1.3)
