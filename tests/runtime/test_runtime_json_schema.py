@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from spd.errors import UsageError
 from spd.formats.folder import ModelFolder
 from spd.runtime.engine.grammar import Grammar, GrammarCompiler, GrammarError
-from spd.runtime.engine.json_schema import JsonObject, _SchemaCloser, close_objects
+from spd.runtime.engine.json_schema import (
+    JsonObject,
+    _SchemaCloser,
+    close_objects,
+    without_descriptions,
+)
 from spd.runtime.engine.request import GrammarSpec
 from spd.runtime.engine.schema_text import MAX_OPTIONAL
 from spd.runtime.round.limits import mask_width
@@ -450,3 +455,17 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
     with refusal:
         compiler().compile(GrammarSpec("schema", json.dumps(schema)), ())
     assert len(reads) < 40_000
+
+
+def test_a_description_is_left_out_and_a_property_of_its_name_stays() -> None:
+    schema = {
+        "title": "A book",
+        "properties": {"title": {"type": "string", "title": "Its name"}},
+        "dependentRequired": {"title": ["author"]},
+        "dependencies": {"default": ["title"]},
+    }
+    assert without_descriptions(schema) == {
+        "properties": {"title": {"type": "string"}},
+        "dependentRequired": {"title": ["author"]},
+        "dependencies": {"default": ["title"]},
+    }

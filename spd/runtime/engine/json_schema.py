@@ -31,7 +31,7 @@ DESCRIPTIONS = frozenset(
 _IDENTIFIERS = frozenset(["$comment", "$schema", "$id", "$anchor", "x-guidance"])
 ANNOTATIONS = DESCRIPTIONS | _IDENTIFIERS | frozenset(DEFINITIONS)
 """Keywords that restrict no value."""
-VALUES = ("const", "enum", "default", "examples")
+VALUES = ("const", "enum", "default", "examples", "dependentRequired")
 """Keywords whose content is values, not schemas."""
 MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 """Keywords whose content is a map from names to schemas."""
