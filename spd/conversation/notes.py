@@ -32,6 +32,8 @@ def notes_before_run(
             notes.append(
                 f"the context leaves room for {room:,} tokens, fewer than -n {max_tokens:,}"
             )
+    if "multiplied out to" in (reason := str(info.plan.get("weights_reason", ""))):
+        notes.append(f"weights: {reason}")
     if "no C compiler" in info.kernels_reason:
         notes.append(f"this is slow: {info.kernels_reason}")
     if (note := thinking_note(think, vocabulary)) is not None:

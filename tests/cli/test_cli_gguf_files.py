@@ -24,6 +24,16 @@ def test_a_file_without_a_vocabulary_writes_tokens(spd_run: Any, file: Path) -> 
     assert reply["plan"]["weights_reason"].startswith("Q4_K")
 
 
+@pytest.mark.parametrize("other", ["Q2_K", "Q4_K"])
+def test_types_of_few_bits_say_what_they_cost(spd_run: Any, tmp_path: Path, other: str) -> None:
+    """Blocks of 256 weights have 84 bytes in the file, and 512 in memory."""
+    file = write_tiny_gguf(tmp_path / "a.gguf", {"ffn_up.weight": "Q2_K", "": other}, layers=1)
+    arguments = ["generate", "-m", str(file), "--prompt-ids", "1,2,3", "-n", "2"]
+    err = " ".join(spd_run(arguments).err.split())
+    assert "Q2_K multiplied out to bfloat16, 6.1 times its bytes" in err
+    assert ("what has four bits or more is multiplied as stored; Q2_K" in err) == (other == "Q4_K")
+
+
 def test_inspect_shows_lists_of_the_file(spd_run: Any, tmp_path: Path) -> None:
     lists: dict[str, Any] = {"tags": ["chat", "code"], "languages": ["en"], "sizes": [1, 2]}
     metadata = {f"general.{key}": value for key, value in {**lists, "none": []}.items()}

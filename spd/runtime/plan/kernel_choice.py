@@ -5,13 +5,16 @@ Also the form of the weights, which follows from the request, the stored form an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
 from spd.errors import IncompatibleError, ResourceError
 from spd.formats.checkpoint import FLOAT_DTYPES
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf.tensors import StoredTensor
 from spd.formats.hub import spd_cache_folder
 from spd.formats.model_config import ModelConfig
 from spd.formats.quantized import CODE_TENSORS, Quantization
@@ -22,9 +25,10 @@ from spd.kernels.native.build import (
     NativeUnavailable,
     unavailable_reason,
 )
-from spd.runtime.models.gguf_forms import find_packed_specs
+from spd.runtime.models.gguf_forms import FORMS, find_packed_specs
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout
 from spd.runtime.models.weights import (
+    DTYPE_BYTES,
     FOUR_BIT_STEP,
     WIDE,
     PackedSpec,
@@ -227,12 +231,28 @@ def _gguf_form(
     if kernels == "triton" and dtype == "float16":
         return WIDE, f"{type_names} multiplied out: {FLOAT16_OVERFLOWS}"
     assert folder.gguf is not None
-    packed = find_packed_specs(folder.gguf.checkpoint.stored)
-    kinds = {spec.kind for spec in packed.values()}
-    if not kinds:
-        return WIDE, f"{type_names} multiplied out"
+    stored = folder.gguf.checkpoint.stored
+    packed = find_packed_specs(stored)
+    widened = _widened_types(stored, dtype)
+    if not packed:
+        return WIDE, widened or f"{type_names} multiplied out"
     form = WeightForm("packed", packed=packed, packs_tables=config.tp == 1)
-    return form, f"{type_names}: what has four bits or more is multiplied as stored"
+    reason = f"{type_names}: what has four bits or more is multiplied as stored"
+    return form, f"{reason}; {widened}" if widened else reason
+
+
+def _widened_types(stored: Mapping[str, StoredTensor], dtype: str) -> str:
+    """Return the types of fewer than four bits and what they cost in memory; empty without any."""
+    file_bytes: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for part in (part for tensor in stored.values() for part in tensor.parts):
+        if part.type.name not in FORMS and part.type.name not in FLOAT_DTYPES:
+            file_bytes[part.type.name] += part.nbytes
+            elements[part.type.name] += math.prod(part.shape)
+    if not file_bytes:
+        return ""
+    ratio = elements.total() * DTYPE_BYTES[dtype] / file_bytes.total()
+    return f"{', '.join(file_bytes)} multiplied out to {dtype}, {ratio:.1f} times its bytes"
 
 
 def _packed_form(
