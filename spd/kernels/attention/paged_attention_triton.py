@@ -59,12 +59,12 @@ MAX_PROGRAMS = 2
 PROGRAM_BYTES = 1024
 """Shared memory that each program takes besides its own, of which none is left for one more."""
 WARPS = (8, 4)
-"""Warps of a program, on other devices and on Hopper.
+"""Warps of a program that has a processor for itself, and of each of two that share one.
 
-Four warps' registers hold a tile's sums on Hopper only, for heads of at most `WIDE` elements.
+So either holds all registers. Fewer warps repeat less of what each has to know of a block.
 """
 WIDE = 256
-"""Elements of a head."""
+"""Elements of a head, of which four warps' registers hold a prompt's tile."""
 MAX_REGISTERS = 255
 """Registers of a thread whose program has a processor for itself: all that there are.
 
@@ -139,7 +139,8 @@ def tile_shape(
     """Return rows and keys a tile, and pipeline stages, by model and device, independent of the
     rows.
 
-    rounded: True if keys and values are codes. A block of each is also held in the dtype then.
+    rounded: True if keys and values are codes. A block is also held in the dtype then, and a stage
+    has half the bytes.
     """
     wide = head_dim > 128
     if dtype == torch.float32:
@@ -151,12 +152,12 @@ def tile_shape(
             ROW_TILE // 2 if wide and (device.capability[0] != 9 or head_dim > WIDE) else ROW_TILE
         )
         keys = KEY_BLOCK // (2 if wide else 1)
-        stages = 2 if wide else 3
+        stages = 2 if wide else 3 + rounded
     size = max(16, power_of_two(head_dim))
     width = size * dtype.itemsize
     room = device.shared - RESERVED_BYTES - rows * width  # for stages of keys and values each
     if rounded:
-        room -= 2 * keys * width
+        room -= keys * width
     stored = size if rounded else width
     return rows, keys, max(1, min(stages, room // (2 * keys * stored)))
 
@@ -165,6 +166,16 @@ def chunk_constants(heads: AttentionHeads) -> dict[str, int]:
     """Return the chunks' size and borders as constants of a kernel."""
     small = small_chunk(rounded=heads.rounded)
     return {"SMALL": small, "TWICE_FROM": TWICE_FROM, "LARGE_FROM": LARGE_FROM}
+
+
+def tile_bytes(dtype: torch.dtype, heads: AttentionHeads, device: Device) -> int:
+    """Return the bytes of shared memory of a program, whose tiles have `tile_shape`."""
+    rows, keys, stages = tile_shape(dtype, heads.head_dim, device, rounded=heads.rounded)
+    size = max(16, power_of_two(heads.head_dim))
+    width = size * dtype.itemsize
+    if heads.rounded:
+        return (rows + keys) * width + 2 * keys * stages * size
+    return (rows + 2 * keys * stages) * width
 
 
 def programs_that_fit(device: Device, program_bytes: int) -> int:
@@ -199,9 +210,8 @@ def plan_attention(
     max_chunks = num_chunks(capacity, rounded=heads.rounded)
     results = slots * max_chunks * heads.num_heads * width
     properties = device_properties(device)
-    rows, keys, stages = tile_shape(dtype, heads.head_dim, properties, rounded=heads.rounded)
+    rows, _, _ = tile_shape(dtype, heads.head_dim, properties, rounded=heads.rounded)
     tiles = heads.num_kv_heads * ceil_div(width * heads.num_heads // heads.num_kv_heads, rows)
-    row_bytes = max(16, power_of_two(heads.head_dim)) * dtype.itemsize
 
     def empty(dtype: torch.dtype, size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -226,7 +236,7 @@ def plan_attention(
         heads=heads,
         page_size=page_size,
         max_chunks=max_chunks,
-        programs=programs_that_fit(properties, (rows + 2 * keys * stages) * row_bytes),
+        programs=programs_that_fit(properties, tile_bytes(dtype, heads, properties)),
     )
     _list_runs(plan, slots, width, tiles)
     return plan
@@ -277,6 +287,7 @@ def attend_chunks(
     slots, width = query.shape[:2]
     chunks = plan.lists[params.sliding]
     table = plan.page_table
+    alone = programs <= device_properties(query.device).processors
     kernel[(programs,)](
         query.contiguous(),
         *pools,
@@ -295,6 +306,7 @@ def attend_chunks(
         plan.max_chunks,
         PAGE=plan.page_size,
         FIRST=plan.heads.first_key,
+        maxnreg=MAX_REGISTERS if alone else None,
         **options,
         **chunk_constants(plan.heads),
         **pdl_options(query.device),
@@ -392,7 +404,7 @@ def _attend_windows(
     tiles = {"SOFTCAP": params.softcap, "TILE": tile, "BLOCK": block, "num_stages": stages}
     min_rows, max_rows = LAST_ROWS
     pairs = padded // 2
-    warps = WARPS[device.capability[0] == 9 and size <= WIDE]
+    warps = WARPS[plan.programs > device.processors]
     out = torch.empty((slots, width, num_heads, size), dtype=query.dtype, device=query.device)
     attend_chunks(
         kernel=attend_chunk_kernel,
@@ -412,7 +424,6 @@ def _attend_windows(
         BLOCK_HALF=pairs,
         ROTATED=warps * max(1, min(HEADS_A_PROGRAM, ROTATED_PAIRS // pairs)),
         num_warps=warps,
-        maxnreg=None if plan.programs > device.processors else MAX_REGISTERS,
         projection=projection,
         angles=None if rows is None or rows.positions is None else rows.positions.contiguous(),
         kv_slots=None if rows is None else rows.kv_slots.contiguous(),
