@@ -54,23 +54,26 @@ maximum min minimum multiple_of num_programs permute program_id range reshape rs
 store sum tensor trans uint16 uint32 uint64 uint8 where zeros
 """
 """Names of `triton.language` that kernels use, each there in 3.5, which torch 2.9 brings."""
-SLIDING = ("attend_chunk_sliding_bf16", "attend_chunk_sliding_fp16")
-LATENT_LITE = "attend_latent_chunk_latent_lite_bf16"
 AMPERE_STATES = {"9b_bf16": 16, "9b_fp16": 16, "mamba_bf16": 8, "mamba_fp16": 8}
-ADA = {"linear_out_8b_wide_i8_bf16": 8, LATENT_LITE: 8}
+ADA = {"linear_chunk_8b_int4 128_bf16": 8}
 KNOWN_SPILLS = {
     80: {f"delta_rule_{name}": size for name, size in AMPERE_STATES.items()},
     86: ADA,
     89: ADA,
-    100: {**dict.fromkeys(SLIDING, 40), "attend_chunk_sliding_i8_bf16": 24},
+    100: {"experts_down_30b_Q4_0": 8},
     120: {
         "gate_up_8b_wide_bf16": 16,
-        "linear_out_8b_int4 128_bf16": 8,
-        LATENT_LITE: 24,
+        "linear_chunk_8b_int4 64_bf16": 48,
+        "experts_gate_up_30b_int4 32": 8,
+        "experts_gate_up_oss_e2m1": 8,
         **dict.fromkeys((f"delta_rule_{name}" for name in AMPERE_STATES), 16),
     },
 }
-"""Bytes of local memory of kernels on architectures that have not been tuned for yet."""
+"""Bytes of local memory of kernels on architectures that have not been tuned for yet.
+
+A loop of one of them loads one value back a step, that of states two of a row, and chunks of `int4`
+on the older ones none. Shorter tiles would repeat more; the rest of a state's row is its columns.
+"""
 
 
 def compile_all(
