@@ -237,19 +237,29 @@ def replayed_delta(shape: DeltaShape, slots: int, k: int) -> float:
 
 RING_ROWS = 24
 """Rows of u, 128 float32 a head, that a row may read besides the state; heads share their k."""
-ROW_INSTRUCTIONS = 320
+ROW_INSTRUCTIONS = 1223
+"""Instructions a warp of a row, as counted in the program for sm_90: four parts of its keys of 91
+each, and 859 for two products with its part of the state and two with a block's updates."""
+BLOCK_INSTRUCTIONS = 602
+"""The same of a block of 16 positions, before its first row."""
+FOLD_INSTRUCTIONS = 16 * 215
+"""The same of a block that is folded into the state."""
 LAUNCH = 2.2
 
 
 def delta_by_position(shape: DeltaShape, slots: int, k: int) -> float:
     """Return the time of a round whose state is read once, and written once in 16 positions.
 
-    Half of the rows' instructions run while bytes are read.
+    A window of k + 1 rows ends a block in (k + 1) / 16 of all rounds. Half of the instructions run
+    while bytes are read.
     """
     ring = slots * shape.heads * RING_ROWS * 128 * 4
     num_bytes = shape.state_bytes(slots) * 17 / 16 + ring
-    rows = (k + 1) * ROW_INSTRUCTIONS * warps_per_scheduler(shape, slots) / CLOCK
-    return LAUNCH + num_bytes / STREAM_RATE + rows / 2
+    ends = (k + 1) / 16
+    instructions = (k + 1) * ROW_INSTRUCTIONS + BLOCK_INSTRUCTIONS * (1 + ends)
+    instructions += FOLD_INSTRUCTIONS * ends
+    issued = instructions * warps_per_scheduler(shape, slots) / CLOCK
+    return LAUNCH + num_bytes / STREAM_RATE + issued / 2
 
 
 PRODUCT = ProductModel()
