@@ -120,7 +120,7 @@ def check(programs: list[dict[str, Any]], arch: int) -> None:
             assert kernel["wgmma"] or kernel["mma"] or kernel["tcgen05"], kernel
             # What each head multiplies by itself is a tile or two, which the older ones load at
             # once; beside heads of 512 elements they have room for no second stage.
-            small = re.search("^head_linear|(chunk|attention)_wide", kernel["name"])
+            small = re.search("^head_linear|(chunk|attention|rotary)_wide", kernel["name"])
             assert kernel["async_copies"] or arch >= 100 or (small and arch < 90), kernel
 
 
