@@ -3,7 +3,7 @@
 
 Each counter is zero before a launch and zero again after it. A launch that dies leaves counts.
 `plan_attention` zeroes attention's counters in each pass; those of a `LinearWorkspace` are zeroed
-when it is made, and a kernel that dies ends the CUDA context they are in.
+when it is made and after a round that failed (`Decoder.zero_counters`).
 """
 
 from __future__ import annotations

@@ -2,16 +2,23 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from spd import kernels
+from spd.errors import ResourceError
 from spd.kernels.capabilities import CAPABILITIES
-from spd.runtime import SamplingParams
+from spd.kernels.linear.skinny_config import LinearConfig, config_for
+from spd.runtime import Engine, Request, SamplingParams
+from spd.runtime.layers import skinny_linear
 from spd.runtime.plan import memory
+from spd.runtime.proposers.base import ModelProposer
+from spd.runtime.round.round import Round
 from tests import helpers
 from tests.helpers import (
     INTERPRETER_MARKS,
@@ -35,7 +42,7 @@ from tests.recipes.tiny_mtp import write_tiny_mtp
 from tests.runtime.host_watch import HostWatch
 
 Methods = dict[str, dict[str, Any]]
-pytest.importorskip("triton")
+skinny_linear_triton = pytest.importorskip("spd.kernels.linear.skinny_linear_triton")
 pytestmark = [*INTERPRETER_MARKS, pytest.mark.usefixtures("untried")]
 SHAPE: dict[str, Any] = {
     "hidden": 64,
@@ -385,6 +392,53 @@ def test_rows_of_a_packed_embedding_are_the_same_by_both_forms(tmp_path: Path) -
     file = write_tiny_gguf(tmp_path / "a.gguf", "Q8_0", layers=1, vocab=96)
     greedy = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)]
     run_both(file, random_prompts(1, 5, 90, seed=1), greedy, dtype="float32", spec="off")
+
+
+def count_workspace(engine: Engine) -> list[torch.Tensor]:
+    """Return the counters of the target's and the drafters' products."""
+    queue = helpers.get_local_queue(engine)
+    assert isinstance(queue.proposer, ModelProposer)
+    decoders = [queue.runner.model, *(runner.model for runner in queue.proposer.runners)]
+    products = [product for decoder in decoders for product in decoder.products]
+    skinny = [p for p in products if isinstance(p, skinny_linear.SkinnyLinear)]
+    return [product.workspace.counters for product in skinny if product.workspace is not None]
+
+
+@pytest.mark.parametrize("place", [pytest.param("run", marks=SLOW), "draft"])
+def test_counters_that_a_failed_round_left_are_zeroed(
+    place: str, target: Path, methods: Methods, monkeypatch: Patch
+) -> None:
+    """The last program of a tile is known by its count: with a stale one none combines its parts."""
+
+    def split(**sizes: Any) -> LinearConfig:
+        return replace(config_for(**sizes), block_k=16, split_k=2)
+
+    for module in (skinny_linear, skinny_linear_triton):
+        monkeypatch.setattr(module, "config_for", split)
+    options = {**methods["draft"], "kernels": "triton", "ctx": 64, "device": "cpu"}
+    engine = helpers.make_engine(target, **options)
+    params = [SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)]
+    prompts = [PROMPT[0][:3]]
+    before = collect_outputs(helpers.run_all(engine, prompts, params))
+    counters = count_workspace(engine)
+    assert counters and all(len(tensor) and not tensor.any() for tensor in counters)
+
+    @torch.inference_mode()
+    def break_off(*args: Any, **kwargs: Any) -> None:
+        for tensor in counters:
+            tensor.fill_(1)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        where = Round if place == "run" else type(helpers.get_local_queue(engine).proposer)
+        patch.setattr(where, place, break_off)
+        engine.add(Request("broken", prompts[0], params[0]))
+        with pytest.raises(ResourceError):
+            while True:
+                engine.step()
+    assert not any(tensor.any() for tensor in counters)
+    assert [event.finish_reason for event in engine.step()] == ["error"]
+    assert collect_outputs(helpers.run_all(engine, prompts, params)) == before
 
 
 def test_a_layer_is_five_launches(

@@ -136,6 +136,17 @@ class Decoder:
         """Computes the states of a head that reads the streams between layers, where there is one.
         """
 
+    @torch.inference_mode()
+    def zero_counters(self) -> None:
+        """Zero the counters that programs of split products share, after a pass that broke off.
+
+        A pass leaves them zero. Attention's are zeroed by the plan of each pass.
+        """
+        skinny_products = (p for p in self.products if isinstance(p, skinny.SkinnyLinear))
+        counters = (p.workspace.counters for p in skinny_products if p.workspace is not None)
+        for shared in {id(tensor): tensor for tensor in counters}.values():
+            shared.zero_()
+
     def forward(self, batch: ForwardBatch, caches: list[LayerCache]) -> ModelOutput:
         """Return hidden states after the final norm, [T, hidden].
 

@@ -118,6 +118,11 @@ class ModelProposer(Proposer):
                     state=self.state, sampled=tokens, step=step, k=k, paging=self.paging
                 )
 
+    def zero_counters(self) -> None:
+        """Zero what programs of the models' products share."""
+        for runner in self.runners:
+            runner.model.zero_counters()
+
     def zero_pages(self, pages: list[int]) -> None:
         """Zero pages of the models' caches."""
         for runner in self.runners:

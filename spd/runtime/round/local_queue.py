@@ -439,11 +439,15 @@ class LocalRoundQueue:
         return True
 
     def drop_enqueued(self) -> None:
-        """Drop queued parts and snapshots after a round that failed, and set the device's counter
-        of rounds anew.
+        """Drop queued parts and snapshots after a round that failed, and set the device's counters
+        anew.
 
-        The next round then writes the row of the ring that will be read for it.
+        The next round then writes the row of the ring that will be read for it, and no program
+        takes itself for the last of those that share a product.
         """
+        self.runner.model.zero_counters()
+        if self.proposer is not None:
+            self.proposer.zero_counters()
         self.unwritten = []
         self.unsaved = []
         self.state.counter.fill_(self.launched)

@@ -73,6 +73,9 @@ class Proposer:
         """Return views of what is stored of a page in addition to the models' caches."""
         return []
 
+    def zero_counters(self) -> None:
+        """Zero what programs of the models' kernels count, after a round that failed."""
+
     def prefill(self, parts: Sequence[PromptPart], states: Sequence[Tensor]) -> None:
         """Write the proposer's caches of parts of prompts, with at most one chunk of a slot.
 
