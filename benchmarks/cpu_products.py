@@ -35,7 +35,8 @@ from torch import Tensor
 from benchmarks.cpu_attention import read_rate
 from benchmarks.environment import describe_commit, describe_machine
 from spd.formats.hub import spd_cache_folder
-from spd.kernels.linear.few_bits import quantize_int4, quantize_int8
+from spd.kernels.linear.few_bits import quantize_int8
+from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.native import build
 from spd.kernels.native.calls import Step
 from spd.kernels.native.library import NativeKernels
@@ -130,7 +131,7 @@ def draw_weight(form: str, width: int, depth: int) -> AnyMatrix:
     plain = torch.randn(width, depth, generator=seeded_generator())
     if form == "bf16":
         return plain.bfloat16()
-    return quantize_int4(plain) if form == "int4" else quantize_int8(plain)
+    return quantize_groups(plain, "iq4") if form == "int4" else quantize_int8(plain)
 
 
 def multiply_rates(instructions: str) -> dict[str, float]:

@@ -34,9 +34,10 @@ from benchmarks.environment import describe_commit, describe_machine
 from spd.formats.demo import DEMOS, demo_folder
 from spd.formats.folder import ModelFolder
 from spd.formats.gguf.container import GgufFile
+from spd.kernels.capabilities import CODE_BITS, ROUNDING_GROUP
 from spd.runtime import Engine, EngineConfig
 from spd.runtime.models import family_layout
-from spd.runtime.models.weights import count_layout_bytes
+from spd.runtime.models.weights import iterate_parameters
 from spd.runtime.plan.config import QUANTIZE
 from spd.runtime.round.limits import PAGE_SIZE
 from spd.runtime.round.local_queue import LocalRoundQueue
@@ -146,12 +147,24 @@ def compare(
 
 
 def count_bytes(engine: Engine, place: Path) -> int:
-    """Return the bytes of all tensors: those of a GGUF file, else those in memory, each once."""
+    """Return the bytes of all tensors: those of a GGUF file, else those in memory, each once.
+
+    What fills rows up to the steps of a GPU's kernels is not counted.
+    """
     if place.suffix == ".gguf":
         return sum(tensor.nbytes for tensor in GgufFile.open(place).tensors.values())
     config = engine.plan.model.config
     shape = engine.plan.shape
-    return count_layout_bytes(config, family_layout(config), shape.dtype, shape.form)
+    total = 0
+    for prefix, parameter in iterate_parameters(config, family_layout(config)):
+        if rounded := shape.form.find_rounded_specs(parameter, is_table=not prefix):
+            for source, spec in rounded:
+                bits = CODE_BITS[spec.kind] + 16 / ROUNDING_GROUP
+                total += round(math.prod(source.shape) * bits / 8)
+        else:
+            is_table = not prefix
+            total += shape.form.count_bytes(parameter, prefix, shape.dtype, is_table=is_table)
+    return total
 
 
 def measure(

@@ -45,10 +45,14 @@ and so is a folder in which a tensor is missing or has another shape. Tensors th
   same way or left as they were, whatever the ignore list says. Bitsandbytes, EXL3, rotated or sparse
   weights and planar GPTQ are refused by name, and so are patterns with references to
   groups or with flags.
-- **`--quantize int4`**: as int8 below, with a bfloat16 scale for 64 columns that is chosen to err least.
-  Rows of another length stay as they are. The demo's logits move by 11 % of their own spread. Kept
-  packed, but on a GPU in float16: there the rounded values are multiplied, which saves no memory.
-  `spd quantize MODEL DIR` writes it as compressed-tensors (`pack-quantized`), which other engines read too.
+- **`--quantize int4`**: as int8 below, with a float16 scale for 32 columns that is chosen to err least, and
+  with more bits where the answer needs them. Most matrices have four bits, one of 16 uneven levels (GGUF's
+  IQ4_NL); the last one of an MLP five; values, the head and an embedding that is the head too six; what
+  latent attention absorbs eight, in the file: in memory it is multiplied out. A model whose hidden size is no
+  multiple of 256 has five bits for four, and six for the last one of an MLP, queries and keys: small models
+  lose more. Rows of other lengths stay as they are. The demo's logits move by 8 % of their own spread. Kept
+  packed, but on a GPU in float16: there the rounded values are multiplied, which saves no memory; and
+  embedding and head on several ranks. `spd quantize MODEL DIR` writes it as a folder that `spd` reads.
 - **`--quantize int8`**: the matrices of the layers, experts too, of the target, the draft model and the
   MTP layers; a scale a row, its largest magnitude over 127 rounded to bfloat16, so that each weight is
   off by at most half a step of its row. Embeddings, heads, routers, MTP projections and the matrix that

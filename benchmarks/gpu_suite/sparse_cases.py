@@ -21,7 +21,8 @@ from benchmarks.gpu_suite.kernel_cases import PAGE, Bench, Case, Rows
 from spd.kernels.attention.attention_chunks import num_chunks
 from spd.kernels.attention.paged_attention import AttentionHeads, Windows
 from spd.kernels.experts.moe import ExpertWeights
-from spd.kernels.linear.few_bits import GroupedWeight, quantize_int4, quantize_int8
+from spd.kernels.linear.few_bits import GroupedWeight, quantize_int8
+from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.skinny_linear_triton import operands_of
 from spd.kernels.linear.tiled_weight import TiledWeight, tile_weight
@@ -160,7 +161,9 @@ def few_bits(weight: Tensor, kind: str) -> TiledWeight:
         n, k = weight.shape
         return draw_blocks(kind, n, k, weight.device)
     if kind in ("int4", "int8"):
-        return tile_weight(quantize_int4(weight) if kind == "int4" else quantize_int8(weight))
+        return tile_weight(
+            quantize_groups(weight, "iq4") if kind == "int4" else quantize_int8(weight)
+        )
     n, k = weight.shape
     scales = torch.full((n, -(-k // GROUP)), k**-0.5, dtype=torch.bfloat16, device=weight.device)
     codes = (weight.float() * k**0.5).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -30,7 +30,8 @@ from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.moe import MoeMlp
 from spd.runtime.models.mtp_weights import count_module_bytes, module_layer, module_parts
 from spd.runtime.models.parameters import Shape
-from spd.runtime.models.weights import DTYPE_BYTES, expected_tensors, iterate_parameters
+from spd.runtime.models.weight_forms import DTYPE_BYTES
+from spd.runtime.models.weights import expected_tensors, iterate_parameters
 from spd.runtime.plan.memory import page_bytes, tensor_bytes
 from spd.runtime.plan.memory_fit import find_largest
 from spd.runtime.round.limits import PAGE_SIZE

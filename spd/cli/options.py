@@ -262,7 +262,7 @@ class ModelOptions(CommonOptions):
         "auto", "TYPE", "auto, bfloat16, float16 or float32."
     )
     quantize: Literal["none", "int8", "int4"] = model_option(
-        "none", "FORM", "int8, int4: round the layers' weights at load. Changes the text."
+        "none", "FORM", "int8, int4: round weights at load. Changes the text."
     )
     activations: Literal["whole", "int8"] = model_option(
         "whole", "FORM", "int8: round activations too, on a CPU. Changes the text."

@@ -99,6 +99,8 @@ class ModelFolder(os.PathLike[str]):
         As in transformers, a stored head is used where it differs from the embedding.
         """
         tensors = self.checkpoint.tensors
+        if f"{HEAD}_packed" in tensors:
+            return False
         if HEAD not in tensors:
             # The flag of a wrapper counts too.
             return declared_tied or self.fields.get("tie_word_embeddings") is True

@@ -20,8 +20,8 @@ CODE_BITS: Mapping[CodeKind, int] = {
 }
 FLOAT_CODES: CodeKind = "e4m3"
 """The kind whose codes are not whole numbers times a scale."""
-INT4_GROUP = 64
-"""Columns that share a scale where weights are rounded to four bits at load."""
+ROUNDING_GROUP = 32
+"""Columns that share a scale where weights are rounded to four to six bits at load."""
 SUPER_BLOCK = 256
 """Columns that share one float16 factor, where scales are bytes."""
 

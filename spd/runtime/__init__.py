@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from spd.runtime.engine.trace import RoundRecord
     from spd.runtime.load.progress import LoadProgress, Progress
     from spd.runtime.load.quantize import (
-        int4_checkpoint_tensors,
-        int4_tensor_names,
+        find_rounded_specs,
         quantization_config,
+        rounded_checkpoint_tensors,
     )
     from spd.runtime.models import unused_tensors
     from spd.runtime.models.mtp_weights import check_mtp_source, module_position_elements
-    from spd.runtime.models.weights import DTYPE_BYTES
+    from spd.runtime.models.weight_forms import DTYPE_BYTES
     from spd.runtime.plan.config import EngineConfig
     from spd.runtime.plan.drafter_choice import Drafter, choose_drafter, takes_draft_model
     from spd.runtime.plan.machine import machine_from_driver
@@ -68,10 +68,14 @@ _HOMES = {
         "full_match_pattern",
     ),
     "load.progress": ("LoadProgress", "Progress"),
-    "load.quantize": ("quantization_config", "int4_tensor_names", "int4_checkpoint_tensors"),
+    "load.quantize": (
+        "quantization_config",
+        "find_rounded_specs",
+        "rounded_checkpoint_tensors",
+    ),
     "models": ("unused_tensors",),
     "models.mtp_weights": ("check_mtp_source", "module_position_elements"),
-    "models.weights": ("DTYPE_BYTES",),
+    "models.weight_forms": ("DTYPE_BYTES",),
     "plan.config": ("EngineConfig",),
     "plan.drafter_choice": ("Drafter", "choose_drafter", "takes_draft_model"),
     "plan.machine": ("machine_from_driver",),

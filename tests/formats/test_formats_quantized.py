@@ -8,7 +8,8 @@ import pytest
 
 from spd.errors import CheckpointError
 from spd.formats.json_file import Fields
-from spd.formats.quantized import Quantization, Scheme, read_quantization
+from spd.formats.quantized import Quantization, read_quantization
+from spd.formats.weight_schemes import Scheme
 from tests.recipes.packed_twin import compressed_tensors_config, gptq_config, group_config
 
 

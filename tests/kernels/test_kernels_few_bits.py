@@ -4,12 +4,14 @@ extreme."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from spd.kernels.linear import few_bits, tiled_weight
+from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import FLOAT32
 from tests.kernels.forms import needs_compiled, noise, normal
@@ -120,9 +122,11 @@ def test_int8_is_within_half_a_step() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("rounded", [few_bits.quantize_int8, few_bits.quantize_int4])
+@pytest.mark.parametrize(
+    "rounded", [few_bits.quantize_int8, partial(quantize_groups, kind="iq4")], ids=["int8", "iq4"]
+)
 def test_what_is_not_finite_is_not_rounded_away(rounded: Any, value: float) -> None:
-    weight = torch.ones(3, 64)
+    weight = torch.ones(3, 32)
     weight[1, 7] = value
     plain = rounded(weight).plain(torch.float32)
     assert not plain[1].isfinite().any()

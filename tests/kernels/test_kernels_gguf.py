@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from spd.formats.gguf.block_types import TYPES_BY_NAME
+from spd.kernels.capabilities import CodeKind
 from spd.kernels.dispatch import load_kernels
 from spd.kernels.linear import tiled_weight
 from spd.kernels.linear.few_bits import StackedWeight
+from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.linear.skinny_linear import Norm
 from spd.kernels.linear.tiled_weight import StackedTiles, tile_weight
 from spd.kernels.native.library import NativeKernels
@@ -214,3 +216,37 @@ def test_stacked_matrices_of_different_types_are_multiplied(native: NativeKernel
             residual=residual[:, columns].contiguous(),
         )
         assert torch.equal(result[:, columns], alone)
+
+
+ROUNDED_KINDS: tuple[CodeKind, ...] = ("iq4", "int5", "int6", "int8")
+
+
+@needs_compiled
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
+def test_what_is_rounded_at_load_is_multiplied_and_looked_up(
+    native: NativeKernels, kind: CodeKind
+) -> None:
+    """Cover six bits with a scale for 32 columns, which no type of GGUF has."""
+    weight = quantize_groups(normal(70, 288, seed=1), kind)
+    packed = native.pack(weight)
+    wide = weight.plain(torch.float64).t()
+    x = noise(18, 288).to(native.dtype)
+    for rows in (x, x[:1]):
+        scores = native.packed_linear(rows, packed, None, FLOAT32).double()
+        bound = 2.0**-18 * (rows.double().abs() @ wide.abs())
+        assert ((scores - rows.double() @ wide).abs() <= bound).all()
+    ids = torch.tensor([69, 0, 31])
+    assert torch.equal(native.packed_rows(packed, ids), weight.plain(native.dtype)[ids])
+
+
+@pytest.mark.parametrize("kind", ROUNDED_KINDS)
+def test_triton_multiplies_what_is_rounded_at_load(kind: CodeKind) -> None:
+    pytest.importorskip("triton")
+    weight = quantize_groups(normal(20, 288, seed=1), kind)
+    tiled = tile_weight(weight)
+    assert torch.equal(tiled.plain(torch.float32), weight.plain(torch.float32))
+    x = normal(3, 288, seed=2)
+    norm = Norm(x.square().sum(1, keepdim=True), 1e-6)
+    result = load_kernels("triton").linear(x, tiled, None, None, norm)[0]
+    expected = load_kernels("torch").linear(x, tiled, None, None, norm)[0]
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-3)

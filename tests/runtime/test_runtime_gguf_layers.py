@@ -27,7 +27,7 @@ from spd.runtime.models.builder import LayerBuilder
 from spd.runtime.models.gemma4_mlp import LayerEmbeddings
 from spd.runtime.models.gguf_forms import FORMS, find_packed_specs
 from spd.runtime.models.parameters import ParameterSpec, Shard
-from spd.runtime.models.weights import WIDE, WeightForm
+from spd.runtime.models.weight_forms import WIDE, WeightForm
 from tests.formats.gguf.gguf_helpers import TensorSpec, write_gguf
 from tests.helpers import compute_logits, make_engine, random_prompts
 from tests.kernels.forms import needs_compiled

@@ -25,7 +25,8 @@ from spd.kernels.native.packed import LARGE_PAGE
 from spd.runtime import Engine, EngineConfig, Request, SamplingParams, make_plan
 from spd.runtime.engine import assembly
 from spd.runtime.models import family_layout
-from spd.runtime.models.weights import WeightForm, expected_tensors
+from spd.runtime.models.weight_forms import WeightForm, int4_form
+from spd.runtime.models.weights import expected_tensors
 from spd.runtime.plan import machine, memory, memory_fit
 from spd.runtime.plan.config import format_size
 from spd.runtime.plan.memory import (
@@ -304,18 +305,22 @@ def test_a_refusal_names_every_part_and_what_would_fit() -> None:
 @pytest.mark.parametrize("free", [17, 20, 24, 30, 40])
 def test_every_figure_in_the_advice_is_true(free: int, draft: ModelConfig) -> None:
     shape = shape_8b(draft=draft, slots=4, dtype="float32", draft_max=8)
-    forms = {"int8": WeightForm("int8"), "int4": WeightForm("int4")}
+    int8 = WeightForm("int8")
+    int4, draft_int4 = (
+        int4_form(model, shape.kernels, shape.dtype, shape.tp) for model in (shape.target, draft)
+    )
+    forms = {"int8": (int8, int8), "int4": (int4, draft_int4)}
     for remedy in memory_fit.memory_remedies(shape, free * GIB, draft_flag=True):
         option = remedy.partition("  ")[0]
         flag, value = option.split(",")[0].rsplit(" ", 1)
-        form = forms[value] if flag == "--quantize" else None
+        form, draft_form = forms[value] if flag == "--quantize" else (None, None)
         changes: dict[str, dict[str, Any]] = {
             "--dtype": {"dtype": value},
             "--graphs": {"graphs": False},
             "--kv": {"rounds_cache": True},
         }
         changes["--spec"] = {"draft": None, "draft_max": {"ngram": 8, "off": 0}.get(value)}
-        changes["--quantize"] = {"form": form, "draft_form": form}
+        changes["--quantize"] = {"form": form, "draft_form": draft_form}
         other = changes[flag] if flag in changes else {"slots": int(value)}
         changed = with_context(shape, int(value)) if flag == "--ctx" else replace(shape, **other)
         frees = measure_memory(shape).total - measure_memory(changed).total

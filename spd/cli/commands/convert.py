@@ -136,14 +136,14 @@ class QuantizeOptions(ModelArgument, JsonOptions):
 
 
 def quantize(session: Session, options: QuantizeOptions) -> None:
-    """Write a model in four bits (compressed-tensors) as --quantize int4 rounds it; the text changes.
+    """Write a model in four to eight bits, as --quantize int4 rounds it; the text changes.
 
     Examples:
       spd quantize Qwen/Qwen3-8B qwen3-8b-int4
     """
     from spd.formats.folder import ModelFolder
     from spd.formats.side_files import copy_side_files, find_side_files
-    from spd.runtime import int4_checkpoint_tensors, int4_tensor_names, quantization_config
+    from spd.runtime import find_rounded_specs, quantization_config, rounded_checkpoint_tensors
 
     if options.destination is None:
         raise UsageError("missing argument 'DIR'")
@@ -155,10 +155,11 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
     for note in notes:
         session.console.note(note)
     with source.checkpoint as checkpoint:
-        rounded = set(int4_tensor_names(source, options.mtp_too))
+        rounded = find_rounded_specs(source, options.mtp_too)
         if not rounded:
-            raise UsageError(f"{options.model}: no matrix has rows that groups of 64 divide")
-        output_tensors = int4_checkpoint_tensors(checkpoint, rounded)
+            raise UsageError(f"{options.model}: no matrix has rows that groups of 32 divide")
+        is_tied = source.config.tie_embeddings
+        output_tensors = rounded_checkpoint_tensors(checkpoint, rounded, ties_head=is_tied)
         config = {
             **source.fields.values,
             "quantization_config": quantization_config(checkpoint, rounded),

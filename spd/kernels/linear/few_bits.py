@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spd.kernels.capabilities import CODE_BITS, INT4_GROUP, CodeKind
+from spd.kernels.capabilities import CODE_BITS, CodeKind
 
 FOUR_BIT_KINDS = tuple(kind for kind, bits in CODE_BITS.items() if bits == 4)
 """Kinds of which a byte holds two codes; codes of others have a byte each until they are packed."""
@@ -30,11 +30,6 @@ QUANT_PARAMETERS = ("scales", "zeros", "minima", "factors", "minimum_factors")
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a code; the fourth bit is the sign."""
 INT8_MAX = 127
-INT4_SCALE_FACTORS = (1.0, 0.93, 0.87, 0.81, 8 / 7)
-"""Candidate scales, as factors of the scale that maps a group's value of largest magnitude to -8.
-
-Smaller scales clip that value and have smaller errors elsewhere; the last maps it to 7.
-"""
 STRIP_VALUES = 2**24
 """Values that are computed at a time, in float32."""
 
@@ -231,46 +226,6 @@ def quantize_int8(weight: Tensor, row_max: Tensor | None = None) -> GroupedWeigh
         codes[strip].copy_(rounded.add_(DEFAULT_ZERO_POINTS["int8"]))
     scales = scales.view(*weight.shape[:-1], 1)
     return GroupedWeight("int8", codes.view(weight.shape), scales, None, weight.shape[-1])
-
-
-def quantize_int4(weight: Tensor) -> GroupedWeight:
-    """Quantize weight [..., N, K] to symmetric four-bit codes, a bfloat16 scale an `INT4_GROUP` of
-    columns.
-
-    Of several scales the one with the least sum of squared errors is chosen; it is NaN in a group
-    with a value that is not finite. Equal groups give equal bits: squares are added pairwise within
-    a group.
-    """
-    *_, columns = weight.shape
-    rows = weight.flatten(0, -2)
-    codes = torch.empty(rows.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(
-        rows.shape[0], columns // INT4_GROUP, dtype=torch.bfloat16, device=weight.device
-    )
-    step = max(1, STRIP_VALUES // columns)
-    for first in range(0, rows.shape[0], step):
-        part = slice(first, first + step)
-        groups = rows[part].float().view(-1, INT4_GROUP).t().contiguous()
-        group_max = groups.amax(0)
-        group_min = groups.amin(0)
-        # -8 is the code of largest magnitude: a negative scale uses it for the larger side.
-        full_scale = torch.where(group_max > -group_min, group_max, group_min) / -8
-        best = full_scale - full_scale + 1
-        error = torch.full_like(full_scale, float("inf"))
-        for factor in INT4_SCALE_FACTORS:
-            scale = (full_scale * factor).bfloat16().float()
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-            errors = (groups / scale).round_().clamp_(-8, 7).mul_(scale).sub_(groups).square_()
-            while errors.shape[0] > 1:
-                errors = errors[: errors.shape[0] // 2] + errors[errors.shape[0] // 2 :]
-            better = errors[0] < error
-            best = torch.where(better, scale, best)
-            error = torch.where(better, errors[0], error)
-        best_codes = (groups / best).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-        codes[part] = pack_nibbles(best_codes.t().reshape(-1, columns))
-        scales[part] = best.view(-1, columns // INT4_GROUP)
-    shape = weight.shape[:-1]
-    return GroupedWeight("int4", codes.view(*shape, -1), scales.view(*shape, -1), None, INT4_GROUP)
 
 
 def grouped_linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None) -> Tensor:

@@ -75,6 +75,10 @@ static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, i
     else decode_kind(codes, E4M3, zeros, from, to, tiles);
 }
 
+#if SPD_PAIRS
+#include "codes_tables.h"
+#endif
+
 /* Whether products read the codes themselves, by instructions that this processor has. */
 static inline int is_fused(const Weight *w)
 {
@@ -150,10 +154,13 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
 {
     const Left *left = from_rows.left;
     float total[ROOM * WIDTH] __attribute__((aligned(64))), part[ROOM * WIDTH] __attribute__((aligned(64)));
-    Number tiles[PANEL * 2 * TILE] __attribute__((aligned(64)));
+    Number numbers[PANEL * 2 * TILE] __attribute__((aligned(64)));
     long steps = w->steps, groups = w->groups, halved = w->group < DEPTH;
     const uint8_t *codes = (const uint8_t *)w->tiles + index * steps * step_bytes(w->kind);
     Factors factors = {0};
+#if SPD_PAIRS
+    CodeTables tables = code_tables(w);
+#endif
     for (long top = 0, count; top < rows; top += count) {
         count = rows - top < ROOM ? rows - top : ROOM;
         if (w->rounds_rows) {
@@ -184,6 +191,9 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
             vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
             if (w->zeros)
                 for (int side = 0; side < 2; side++) zeros[side] = of_bytes(w->zeros + at * WIDTH + side * SIDE);
+#if SPD_PAIRS
+            if (w->zeros && is_paired(w->kind)) load_zeros(&tables, w, at);
+#endif
             if (begins_super(w, g)) load_factors(w, at, &factors);
             if (last > steps) last = steps;
             for (long k = first; k < last; k += PANEL) {
@@ -192,11 +202,16 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
                     const uint8_t *step = codes + (k + i) * step_bytes(w->kind);
                     for (long line = 0; line < step_bytes(w->kind); line += LANES)
                         __builtin_prefetch(step + line + 4096, 0, 3);
-                    decode(step, w->kind, zeros, from, to, tiles + i * 2 * TILE);
+                    Number *numbers_at = numbers + i * 2 * TILE;
+#if SPD_PAIRS
+                    if (is_paired(w->kind)) decode_by_tables(&tables, w, step, from, to, numbers_at);
+                    else
+#endif
+                        decode(step, w->kind, zeros, from, to, numbers_at);
                 }
                 for (long m = 0; m < count; m += WIDTH)
                     number_product(left + left_row(top + m, steps) + k * LEFT_STEP, steps * TILE,
-                        (int)(count - m < WIDTH ? count - m : WIDTH), tiles, deep, from, to, k == first, part + m * WIDTH);
+                        (int)(count - m < WIDTH ? count - m : WIDTH), numbers, deep, from, to, k == first, part + m * WIDTH);
             }
             for (int side = 0; side < 2; side++) {
                 vec scale = scales_of(w, &factors, at, side);

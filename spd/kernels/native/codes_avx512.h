@@ -1,43 +1,5 @@
 /* Products with codes by AVX512-BF16: codes become pairs of bfloat16 in registers. */
 
-/* Numbers by code from `first` on, of four bits twice, for a look-up takes five; or by code minus zero point, modulo 32. */
-static inline __m512i numbers_of(const Weight *w, int first)
-{
-    static const float e2m1[SIDE] = {OF_E2M1}, iq4[SIDE] = {OF_IQ4}, mx4[SIDE] = {OF_MX4};
-    bf16 table[DEPTH];
-    for (int i = 0; i < DEPTH; i++) {
-        float x = (float)(first + (upper_bits(w->kind) ? i : i % SIDE)) - middle_of(w);
-        if (w->kind == E2M1) x = e2m1[i % SIDE];
-        if (w->kind == IQ4) x = iq4[i % SIDE];
-        if (w->kind == MX4) x = mx4[i % SIDE];
-        if (w->zeros) x = (float)(i < SIDE ? i : i - 2 * SIDE);
-        uint32_t bits;
-        memcpy(&bits, &x, sizeof bits);
-        table[i] = (bf16)(bits >> 16);
-    }
-    return _mm512_loadu_si512(table);
-}
-
-/* Zero points of 16 columns, each twice. */
-static inline __m512i zeros_of(const uint8_t *p)
-{
-    __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
-}
-
-/* Codes n of lane z, of which x holds the lower four bits; what is above their bits does not count. */
-INLINE __m512i whole_codes(__m512i x, const uint8_t *step, const int bits, int z, const int n)
-{
-    __m512i code = _mm512_srli_epi16(x, 4 * (unsigned)n);
-    if (bits == 4) return code;
-    const int each = bits - 4, lanes = 4 / each, at = 8 * (n / 2) + each * (n % 2);
-    __m512i upper = _mm512_loadu_si512(step + (8 + z / lanes) * LANES);
-    upper = _mm512_srl_epi16(upper, _mm_cvtsi32_si128(2 * each * (z % lanes)));
-    if (at <= 4) upper = _mm512_slli_epi16(upper, (unsigned)(4 - at));
-    else upper = _mm512_srli_epi16(upper, (unsigned)(at - 4));
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), code, upper, 0xca); /* the code where 15 has bits */
-}
-
 /* Sums of rows with both sides of a block. */
 typedef __m512 RowSums[8][2];
 
@@ -146,9 +108,8 @@ INLINE void add_bytes(RowSums sums, const int count, const bf16 *a, const uint8_
 INLINE void codes_rows(const bf16 *a, const float *row_sums, const int count, const Weight *w,
     const int zeroed, const int bits, const uint8_t *codes, long at, float *c)
 {
-    const __m512i table = numbers_of(w, 0), low = _mm512_set1_epi16(15);
-    const __m512i more = bits == 6 ? numbers_of(w, DEPTH) : table;
-    const ByteTables tables = byte_tables();
+    CodeTables tables = code_tables(w);
+    const ByteTables bytes = byte_tables();
     const int halved = w->group < DEPTH, in_registers = count <= 4;
     const long size = step_bytes(w->kind);
     RowSums totals;
@@ -164,26 +125,23 @@ INLINE void codes_rows(const bf16 *a, const float *row_sums, const int count, co
         int from = halved && g % 2 ? 4 : 0, to = halved && g % 2 == 0 ? 4 : 8;
         RowSums sums;
         if (begins_super(w, g)) load_factors(w, at + g, &factors);
-        __m512i zeros[2];
-        for (int side = 0; zeroed && side < 2; side++) zeros[side] = zeros_of(w->zeros + (at + g) * WIDTH + side * SIDE);
+        if (zeroed) load_zeros(&tables, w, at + g);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
         for (last = last < w->steps ? last : w->steps; k < last; k++)
             for (int z = from; z < to; z++) {
                 const uint8_t *step = codes + k * size, *lane = step + z * LANES;
                 const bf16 *own = a + k * TILE + z * 4;
-                if (bits == 8) add_bytes(sums, count, own, step + 2 * z * LANES, &tables);
+                if (bits == 8) add_bytes(sums, count, own, step + 2 * z * LANES, &bytes);
                 if (bits == 8) continue;
                 __m512i x = _mm512_loadu_si512(lane);
                 _mm_prefetch((const char *)lane + 4096, _MM_HINT_T0);
+                __m512i upper = bits > 4 ? upper_codes(step, bits, z) : x;
                 if (bits > 4 && z % (8 - bits) == 0)
                     _mm_prefetch((const char *)step + (8 + z * (bits - 4) / 4) * LANES + 4096, _MM_HINT_T0);
 #pragma GCC unroll 4
                 for (int n = 0; n < 4; n++) {
-                    __m512i code = whole_codes(x, step, bits, z, n);
-                    if (zeroed) code = _mm512_sub_epi16(_mm512_and_si512(code, low), zeros[n % 2]);
-                    __m512i pairs = bits == 6 ? _mm512_permutex2var_epi16(table, code, more)
-                                              : _mm512_permutexvar_epi16(code, table);
+                    __m512i pairs = pairs_at(&tables, x, upper, bits, zeroed, 0, n);
                     add_pairs_of(sums, count, n % 2, own + n / 2 * 2, pairs);
                 }
             }

@@ -46,13 +46,17 @@ static inline float middle_of(const Weight *w)
 #define OF_E2M1 0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6
 #define OF_INT4 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 
-/* Numbers of float16; what is not finite becomes infinite. */
+/* Numbers of float16; what is not finite becomes infinite, or stays as it is. */
 INLINE vec of_float16(const bf16 *p)
 {
+#if SPD_WIDE
+    return _mm512_cvtph_ps(halves(p, SIDE));
+#else
     ints x = as_ints(widened(halves(p, SIDE)));
     vec size = vmul(as_vec(right(masked(x, 0x7fff0000), 3)), vall(0x1p112f));
     size = vselect(vmore(size, vall(65504.0f)), vall(__builtin_inff()), size);
     return as_vec(either(as_ints(size), masked(x, INT32_MIN)));
+#endif
 }
 
 /* What both sides' scales and minima are multiplied by, where they are bytes. */

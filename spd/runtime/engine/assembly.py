@@ -21,7 +21,8 @@ from spd.runtime.models import assistant, block, family_layout
 from spd.runtime.models.allocator import ExecutionConfig
 from spd.runtime.models.eagle3 import head_parts
 from spd.runtime.models.mtp_weights import count_module_bytes, module_parts
-from spd.runtime.models.weights import WIDE, HeadPart
+from spd.runtime.models.weight_forms import WIDE
+from spd.runtime.models.weights import HeadPart
 from spd.runtime.plan.memory import pages_per_slot, tensor_bytes
 from spd.runtime.plan.plan import EnginePlan
 from spd.runtime.proposers import build_lookup, build_proposer

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from spd.kernels.linear.few_bits import quantize_int4, quantize_int8
+from spd.kernels.linear.few_bits import GroupedWeight, quantize_int8
+from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.native.library import NativeKernels
 from spd.kernels.native.packed import ROUNDED, PackedWeight
 from spd.kernels.seeded import seeded_generator
 
 WEIGHT_SHAPE = (6144, 1024)
 """The rows and columns of the weight."""
-QUANTIZERS = {"int8": quantize_int8, "int4": quantize_int4}
+QUANTIZERS: Mapping[str, Callable[[torch.Tensor], GroupedWeight]] = {
+    "int8": quantize_int8,
+    "int4": partial(quantize_groups, kind="iq4"),
+}
 ROW_COUNTS = (1, 8)
 """The rows of a plain round and of a long verification."""
 BYTES_IN_TURN = 1 << 26

@@ -23,7 +23,7 @@ from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.allocator import TensorFiller
 from spd.runtime.models.gguf_forms import find_tile
 from spd.runtime.models.parameters import Cut, Cuts
-from spd.runtime.models.weights import part_name
+from spd.runtime.models.weight_forms import part_name
 
 STRIP_ELEMENTS = 1 << 22
 """Elements that are dequantized at a time: each takes about twenty bytes of temporary memory."""

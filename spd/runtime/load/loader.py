@@ -27,7 +27,7 @@ from spd.kernels.seeded import seeded_generator
 from spd.runtime.layers.linear import AnyEmbedding, OutputHead
 from spd.runtime.layers.rotary import RotaryTable
 from spd.runtime.load.gguf_weights import make_gguf_filler, read_values
-from spd.runtime.load.packed_weights import make_unpacking_filler
+from spd.runtime.load.packed_weights import make_unpacking_filler, unpack_matrix
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.load.weight_reader import read_tensors
 from spd.runtime.models import family_layout, weights
@@ -269,13 +269,17 @@ class ModelBuilder:
         vocab_size = self.config.vocab_size
         is_tied = target is None and "head" not in tables
         embedding, head = (None, None) if target is None else (target.embedding, target.head)
-        if "head" in tables or is_tied:
-            table = tables.matrix("embedding") if is_tied else tables.take_matrix("head")
-            head = self.builder.head(table, vocab_size, ids)
-        if "embedding" in tables:
-            tied_head = head if is_tied else None
-            table = tables.take_matrix("embedding")
-            embedding = self.builder.embedding(table, vocab_size, tied_head)
+        stored = {
+            key: self.builder.rounded_weight(tables, key)
+            for key in ("embedding", "head")
+            if key in tables
+        }
+        if "head" in stored or is_tied:
+            head = self.builder.head(stored["embedding" if is_tied else "head"], vocab_size, ids)
+        if (table := stored.get("embedding")) is not None:
+            embedding = self.builder.embedding(table, vocab_size, head if is_tied else None)
+        for key in stored:
+            tables.take_matrix(key)
         assert embedding is not None and head is not None
         return embedding, head
 
@@ -383,12 +387,29 @@ class HeadSource:
         is_tied = self.target_folder.config.tie_embeddings
         target_name = EMBEDDING if key == "embedding" or is_tied else HEAD
         if shared.target_ids is not None:
-            return read_values(target_checkpoint, target_name)[shared.target_ids[first:end]]
-        if name in checkpoint.tensors and not checkpoint.tensors_equal(
-            name, target_checkpoint, target_name
+            return self._read_target_table(target_name)[shared.target_ids[first:end]]
+        is_target_plain = target_name in target_checkpoint.tensors
+        if name in checkpoint.tensors and not (
+            is_target_plain and checkpoint.tensors_equal(name, target_checkpoint, target_name)
         ):
             return read_values(checkpoint, name, rows)
-        return read_values(target_checkpoint, target_name, rows) if self.is_separate else None
+        return self._read_target_table(target_name, rows) if self.is_separate else None
+
+    def _read_target_table(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Read rows `rows[0]` to `rows[1]` of a table of the target, or all; those in codes are
+        multiplied out.
+        """
+        checkpoint = self.target_folder.checkpoint
+        config = self.target_folder.config
+        shape = (config.vocab_size, config.hidden_size)
+        quantization = config.quantization
+        if quantization is None:
+            return read_values(checkpoint, name, rows)
+        module_scheme = quantization.module_scheme(name, shape, checkpoint.tensors)
+        if module_scheme is None:
+            return read_values(checkpoint, name, rows)
+        values = unpack_matrix(checkpoint, *module_scheme, shape).dequantize()
+        return values if rows is None else values[rows[0] : rows[1]]
 
 
 @torch.inference_mode()

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spd.formats.checkpoint import Checkpoint, Shape, Shapes
-from spd.formats.quantized import AWQ_ORDER, Quantization, Scheme
+from spd.formats.quantized import Quantization
+from spd.formats.weight_schemes import AWQ_ORDER, Scheme
 from spd.kernels.capabilities import CodeKind
 from spd.kernels.linear.few_bits import (
     DEFAULT_ZERO_POINTS,
+    FOUR_BIT_KINDS,
     dequantize,
     pack_nibbles,
     unpack_nibbles,
@@ -27,7 +29,7 @@ from spd.kernels.linear.few_bits import (
 from spd.runtime.load.progress import LoadMeter
 from spd.runtime.models.allocator import TensorFiller
 from spd.runtime.models.parameters import Cut, Cuts
-from spd.runtime.models.weights import part_name
+from spd.runtime.models.weight_forms import part_name
 
 Stored = Mapping[str, Tensor]
 E8M0_NAN = 255
@@ -144,7 +146,7 @@ def write_packed(
     if matrix.group == 1 < matrix.codes.shape[1]:
         message = "columns of a group are not neighbours, though quantization_config says so"
         raise checkpoint.tensor_error(name, message)
-    view.copy_(pack_nibbles(matrix.codes) if matrix.kind in ("int4", "e2m1") else matrix.codes)
+    view.copy_(pack_nibbles(matrix.codes) if matrix.kind in FOUR_BIT_KINDS else matrix.codes)
     scales = parameters["scales"]
     zeros = parameters["zeros"]
     assert scales is not None
@@ -182,6 +184,8 @@ def unpack_matrix(
             zeros = unpack_words(stored["weight_zero_point"].t(), scheme.bits, rows).t()
         if (name := f"{module}.weight_g_idx") in checkpoint.tensors:
             order = checkpoint.read(name).long()
+    elif scheme.layout == "spd":
+        codes, scales = join_code_bits(codes, stored.get("weight_upper")), stored["weight_scale"]
     elif scheme.layout in ("gptq", "awq"):
         codes, scales, zeros = _unpack_transposed(stored, scheme, shape)
         order = stored["g_idx"].long() if "g_idx" in stored else None
@@ -272,6 +276,29 @@ def _mark_nan_groups(scales: Tensor, codes: Tensor, group: int) -> Tensor:
     rows, groups = scales.shape
     padded = F.pad(is_nan, (0, groups * group - codes.shape[1]))
     return scales.masked_fill(padded.view(rows, groups, group).any(-1), torch.nan)
+
+
+def split_code_bits(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """Return the lower four bits of codes uint8 [N, K], two in a byte, and those above, as the
+    layout "spd" stores them.
+    """
+    if bits == 4:
+        return pack_nibbles(codes), None
+    each = bits - 4
+    uppers = (codes >> 4).view(codes.shape[0], -1, 8 // each)
+    shifts = torch.arange(0, 8, each, dtype=torch.uint8)
+    return pack_nibbles(codes & 15), (uppers << shifts).sum(dim=-1, dtype=torch.uint8)
+
+
+def join_code_bits(packed: Tensor, upper: Tensor | None) -> Tensor:
+    """Return the codes uint8 [N, K] of bytes that `split_code_bits` made."""
+    codes = unpack_nibbles(packed)
+    if upper is None:
+        return codes
+    each = 8 * upper.shape[1] // codes.shape[1]
+    shifts = torch.arange(0, 8, each, dtype=torch.uint8)
+    bits = upper[:, :, None] >> shifts & (1 << each) - 1
+    return codes | bits.flatten(1) << 4
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

@@ -1,14 +1,13 @@
-"""Rounds a checkpoint's matrices to four bits, in the format of compressed-tensors
-(`pack-quantized`).
+"""Rounds a checkpoint's matrices to four to six bits, as `--quantize int4` does at load.
 
-Source: https://github.com/vllm-project/compressed-tensors.
+`spd.formats.quantized` describes the layout, "spd".
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +17,25 @@ from spd.errors import IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.folder import ModelFolder
 from spd.formats.mtp_layout import is_mtp_tensor
+from spd.formats.names import HEAD
 from spd.formats.safetensors_header import TensorMeta
 from spd.formats.tensor_names import text_name
+from spd.formats.weight_schemes import SPD_KINDS
 from spd.formats.writer import OutputTensor, output_tensors
-from spd.kernels.capabilities import INT4_GROUP
-from spd.kernels.linear.few_bits import quantize_int4
+from spd.kernels.capabilities import CODE_BITS, ROUNDING_GROUP, CodeKind
+from spd.kernels.linear.few_bits import FOUR_BIT_KINDS, unpack_nibbles
+from spd.kernels.linear.group_rounding import quantize_groups
+from spd.runtime.load.packed_weights import split_code_bits
 from spd.runtime.models import family_layout
+from spd.runtime.models.weight_forms import PackedSpec, WeightForm, rounded_kinds, rounded_spec
 from spd.runtime.models.weights import check_weights, iterate_parameters
 
-ROUNDING_THREADS = 4
-"""The most threads that round a matrix: each has buffers of some hundred megabytes."""
+Specs = Mapping[str, PackedSpec]
+"""The codes of matrices that are rounded, by their names."""
 
 
-def int4_tensor_names(folder: ModelFolder, includes_mtp: bool) -> list[str]:
-    """Return the names of the matrices that `--quantize int4` rounds.
+def find_rounded_specs(folder: ModelFolder, includes_mtp: bool) -> dict[str, PackedSpec]:
+    """Return the codes of the matrices that `--quantize int4` rounds, by their names.
 
     includes_mtp: among them those of MTP layers with the same last names.
     """
@@ -40,96 +44,104 @@ def int4_tensor_names(folder: ModelFolder, includes_mtp: bool) -> list[str]:
     if config.quantization is not None:
         raise IncompatibleError(f"the weights of {folder.path} are quantized already")
     check_weights(folder.checkpoint, config, layout)
-    names: set[str] = set()
-    suffixes: set[str] = set()
+    form = WeightForm("int4", rounded=rounded_kinds(config))
+    specs: dict[str, PackedSpec] = {}
+    suffixes: dict[str, CodeKind] = {}
     for prefix, parameter in iterate_parameters(config, layout):
-        if not prefix or not parameter.is_quantizable or parameter.shape[1] % INT4_GROUP:
-            continue
-        weights = [source.name for source in parameter.sources if source.name.endswith(".weight")]
-        names |= {prefix + name for name in weights}
-        suffixes |= {f".{name}" for name in weights}
+        for source, spec in form.find_rounded_specs(parameter, is_table=not prefix):
+            if source.name.endswith(".weight"):
+                specs[prefix + source.name] = spec
+                if prefix:
+                    suffixes[f".{source.name}"] = spec.kind
     tensors = folder.checkpoint.tensors
-    if includes_mtp:
-        for name, meta in tensors.items():
-            is_matrix = len(meta.shape) == 2 and meta.shape[1] % INT4_GROUP == 0
-            has_suffix = name.endswith(tuple(suffixes))
-            if has_suffix and is_matrix and is_mtp_tensor(name, config.num_layers):
-                names.add(name)
-    return [name for name, meta in tensors.items() if name in names and meta.dtype in FLOAT_DTYPES]
+    for name, meta in tensors.items() if includes_mtp else ():
+        suffix = next((suffix for suffix in suffixes if name.endswith(suffix)), None)
+        is_matrix = len(meta.shape) == 2 and is_mtp_tensor(name, config.num_layers)
+        if suffix is not None and is_matrix:
+            mtp_spec = rounded_spec(meta.shape[1], suffixes[suffix])
+            if mtp_spec is not None:
+                specs[name] = mtp_spec
+    return {
+        name: specs[name]
+        for name, meta in tensors.items()
+        if name in specs and meta.dtype in FLOAT_DTYPES
+    }
 
 
-def int4_checkpoint_tensors(checkpoint: Checkpoint, rounded: Collection[str]) -> list[OutputTensor]:
+def rounded_checkpoint_tensors(
+    checkpoint: Checkpoint, specs: Specs, *, ties_head: bool
+) -> list[OutputTensor]:
     """Return every tensor of a checkpoint as it is written: codes and scales of those that are
     rounded.
+
+    ties_head: a head that is stored nevertheless is a copy, and is left out.
     """
-    scales: dict[str, Tensor] = {}
     outputs: list[OutputTensor] = []
     for name, meta in checkpoint.tensors.items():
-        if name not in rounded:
+        if name in specs:
+            outputs += _rounded_outputs(checkpoint, name, specs[name])
+        elif name != HEAD or not ties_head:
             outputs += output_tensors(checkpoint, [meta._replace(name=_stored_name(name, meta))])
-            continue
-        stem = _stored_name(name, meta).removesuffix("weight")
-        rows, columns = meta.shape
-
-        def codes(name: str = name) -> Iterator[bytes]:
-            """Yield a matrix's codes; its scales are stored until they are written."""
-            packed, scales[name] = _quantize_rows(checkpoint.read(name))
-            # Eight codes in a word, the first in its lowest bits.
-            yield _to_bytes(packed)
-
-        def scale(name: str = name) -> Iterator[bytes]:
-            # The writer writes wider types first: codes before their scales.
-            yield _to_bytes(scales.pop(name))
-
-        def shape(sizes: tuple[int, ...] = meta.shape) -> Iterator[bytes]:
-            yield _to_bytes(torch.tensor(sizes))
-
-        outputs.append(OutputTensor(f"{stem}weight_packed", "I32", (rows, columns // 8), codes))
-        outputs.append(
-            OutputTensor(f"{stem}weight_scale", "BF16", (rows, columns // INT4_GROUP), scale)
-        )
-        outputs.append(OutputTensor(f"{stem}weight_shape", "I64", (2,), shape))
     return outputs
 
 
-def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes and scales of a matrix, whose rows are divided among threads.
+def _rounded_outputs(checkpoint: Checkpoint, name: str, spec: PackedSpec) -> list[OutputTensor]:
+    """Return the tensors that store a rounded matrix. It is rounded when the first is written."""
+    meta = checkpoint.tensors[name]
+    stem = _stored_name(name, meta).removesuffix("weight")
+    rows, columns = meta.shape
+    bits = CODE_BITS[spec.kind]
+    shapes = {
+        "weight_scale": ("F16", (rows, columns // ROUNDING_GROUP)),
+        "weight_packed": ("U8", (rows, columns // 2)),
+    }
+    if bits > 4:
+        shapes["weight_upper"] = ("U8", (rows, columns * (bits - 4) // 8))
+    parts: dict[str, Tensor] = {}
 
-    Each of them computes by itself. Torch's own threads wait for each other after every operation,
-    which took 17 times as long while other programs kept the processor busy.
+    def make_bytes(last: str) -> Iterator[bytes]:
+        """Yield the bytes of one tensor; the others wait for their turn."""
+        if not parts:
+            parts.update(_round_matrix(checkpoint.read(name), spec))
+        yield _to_bytes(parts.pop(last))
+
+    return [
+        OutputTensor(f"{stem}{last}", dtype, shape, partial(make_bytes, last))
+        for last, (dtype, shape) in shapes.items()
+    ]
+
+
+def _round_matrix(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
+    """Return the tensors that store a matrix, by last names."""
+    rounded = quantize_groups(weight, spec.kind)
+    is_paired = spec.kind in FOUR_BIT_KINDS
+    codes = unpack_nibbles(rounded.codes) if is_paired else rounded.codes
+    packed, upper = split_code_bits(codes, CODE_BITS[spec.kind])
+    parts = {"weight_scale": rounded.scales, "weight_packed": packed}
+    return parts if upper is None else parts | {"weight_upper": upper}
+
+
+def quantization_config(checkpoint: Checkpoint, specs: Specs) -> dict[str, Any]:
+    """Return the entry of config.json: the modules of each number of bits.
+
+    They are named by a pattern for their last name, where all modules with it are alike.
     """
-    parts = weight.chunk(min(ROUNDING_THREADS, len(os.sched_getaffinity(0))))
-    with ThreadPoolExecutor(len(parts), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        groups = list(pool.map(quantize_int4, parts))
-    return torch.cat([part.codes for part in groups]), torch.cat([part.scales for part in groups])
-
-
-def quantization_config(checkpoint: Checkpoint, rounded: Collection[str]) -> dict[str, Any]:
-    """Return the entry of config.json; matrices that are not rounded are in its ignore list."""
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": INT4_GROUP,
+    modules = {
+        _stored_name(name, checkpoint.tensors[name]).removesuffix(".weight"): CODE_BITS[spec.kind]
+        for name, spec in specs.items()
     }
-    unrounded = (
-        _stored_name(name, meta).removesuffix(".weight")
-        for name, meta in checkpoint.tensors.items()
-        if name not in rounded and len(meta.shape) == 2 and name.endswith(".weight")
-    )
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-    }
+    bits_by_last_name: defaultdict[str, set[int]] = defaultdict(set)
+    for module, bits in modules.items():
+        bits_by_last_name[module.rpartition(".")[2]].add(bits)
+    targets: dict[str, set[str]] = {f"{bits}": set() for bits in SPD_KINDS}
+    for module, bits in modules.items():
+        parent, _, last = module.rpartition(".")
+        is_alike = parent and len(bits_by_last_name[last]) == 1
+        targets[f"{bits}"].add(rf"re:.*\.{last}$" if is_alike else module)
     return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": sorted(unrounded),
-        "config_groups": {"group_0": group},
+        "quant_method": "spd",
+        "group_size": ROUNDING_GROUP,
+        "modules": {bits: sorted(names) for bits, names in targets.items()},
     }
 
 

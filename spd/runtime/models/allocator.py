@@ -6,19 +6,20 @@ to its rows, so that loading never holds a tensor twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spd.kernels.capabilities import FLOAT_CODES
+from spd.kernels.capabilities import FLOAT_CODES, CodeKind
 from spd.kernels.interface import Kernels
 from spd.kernels.linear.few_bits import GroupedWeight, StackedWeight
 from spd.runtime.layers.base import Communicator
 from spd.runtime.models.layouts import LayerLayout
-from spd.runtime.models.parameters import UNSHARDED, HeadTile, ParameterSpec, Shard
-from spd.runtime.models.weights import WIDE, PackedSpec, ScaleKind, WeightForm, part_name
+from spd.runtime.models.parameters import UNSHARDED, HeadTile, ParameterSpec, Shard, SourceTensor
+from spd.runtime.models.weight_forms import WIDE, PackedSpec, ScaleKind, WeightForm, part_name
 
 TensorFiller = Callable[[Mapping[str, Tensor]], None]
 """Writes views by name, each with the tensor of that name from any source."""
@@ -34,6 +35,13 @@ StoredWeight = Tensor | GroupedWeight | StackedWeight
 """A matrix as it is stored: plain, or in codes."""
 
 
+class Piece(NamedTuple):
+    """Rows of a matrix that are rounded alike."""
+
+    rows: int
+    kind: CodeKind
+
+
 class BlockTensors(dict[str, Tensor]):
     """Tensors of a layer's block, or of a model's tables, by name; of a matrix in codes, its codes."""
 
@@ -43,6 +51,10 @@ class BlockTensors(dict[str, Tensor]):
         """Matrices in codes, with their scales and other quantization parameters."""
         self.tiles: dict[str, HeadTile] = {}
         """The order of columns of matrices in codes where it is not that of the input's heads."""
+        self.pieces: dict[str, list[Piece]] = {}
+        """The pieces of matrices that are rounded at load."""
+        self.widened: set[str] = set()
+        """Those of them whose values are stored in the run's dtype nevertheless."""
 
     def matrix(self, name: str) -> StoredWeight:
         """Return a matrix as it is stored."""
@@ -138,6 +150,11 @@ class WeightAllocator:
                 dtype = torch.float32 if parameter.is_float32 else self.execution.dtype
                 tensor = torch.empty(parameter.shape, dtype=dtype, device=self.execution.device)
                 tensors[name] = self._register_views(tensor, parameter, prefix)
+                is_table = not prefix
+                if rounded := form.find_rounded_specs(parameter, is_table=is_table):
+                    tensors.pieces[name] = _join_pieces(rounded)
+                    if not form.rounds_to_codes(parameter, is_table=is_table):
+                        tensors.widened.add(name)
         return tensors
 
     def _allocate_codes(
@@ -184,3 +201,14 @@ class WeightAllocator:
             self._views[key] = tensor[row : row + source.shape[0]]
             row += source.shape[0]
         return tensor
+
+
+def _join_pieces(rounded: Sequence[tuple[SourceTensor, PackedSpec]]) -> list[Piece]:
+    """Return the pieces of a matrix: neighbouring sources that are rounded alike."""
+    pieces: list[Piece] = []
+    for source, spec in rounded:
+        rows = source.shape[0]
+        if pieces and pieces[-1].kind == spec.kind:
+            rows += pieces.pop().rows
+        pieces.append(Piece(rows, spec.kind))
+    return pieces

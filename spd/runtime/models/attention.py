@@ -218,9 +218,9 @@ class LatentAttention:
         self.down = build.normed_projection(tensors, "down")
         self.latent_norm = tensors["latent_norm"]
         self.output = build.output_projection(tensors, "output")
-        heads = tensors["up"].view(
-            layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank
-        )
+        up = build.rounded_weight(tensors, "up")
+        assert isinstance(up, Tensor)
+        heads = up.view(layout.num_heads, latent.nope_dim + latent.value_dim, latent.rank)
         key_up = heads[:, : latent.nope_dim].contiguous()
         value_up = heads[:, latent.nope_dim :].transpose(1, 2).contiguous()
         self.key_up: HeadMatrices = key_up

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, groupby
 
+import torch
 from torch import Tensor
 
-from spd.kernels.capabilities import INT4_GROUP
 from spd.kernels.experts.moe import ExpertMatrices
 from spd.kernels.linear.activation import Activation
 from spd.kernels.linear.few_bits import (
     GroupedWeight,
     StackedWeight,
-    quantize_int4,
     quantize_int8,
     row_magnitudes,
 )
+from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.linear.skinny_linear import AnyWeight
 from spd.kernels.linear.tiled_weight import StackedTiles, tile_weight
 from spd.runtime.layers import linear as products
@@ -30,7 +33,8 @@ from spd.runtime.layers.native_linear import (
     NativeResidualProjection,
     PackedEmbedding,
 )
-from spd.runtime.models.allocator import BlockTensors, ExecutionConfig, StoredWeight
+from spd.runtime.models.allocator import BlockTensors, ExecutionConfig, Piece, StoredWeight
+from spd.runtime.models.weight_forms import rounded_spec
 
 Product = dense.Linear | skinny.SkinnyLinear | NativeLinear
 """A product by a weight, in one of the backends."""
@@ -218,18 +222,15 @@ class LayerBuilder:
     ) -> StoredWeight:
         """Return a matrix [N, K] in the form that weights are stored in.
 
-        Rows that int4 groups do not divide keep the run's dtype. cut: ranks have parts of its rows;
+        Rows that groups do not divide keep the run's dtype. cut: ranks have parts of its rows;
         int8 scales are those of the complete rows.
         """
         weight = tensors[name]
         kind = self.form.kind
         if (grouped := tensors.grouped.get(name)) is not None:
             return grouped
-        if kind == "int4" and weight.shape[1] % INT4_GROUP == 0:
-            groups = quantize_int4(weight)
-            if self.form.widened:
-                return groups.plain(self.dtype)
-            return replace(groups, rounds_rows=self.form.rounds_rows)
+        if kind == "int4":
+            return self.rounded_weight(tensors, name)
         if kind != "int8":
             return weight
         full_magnitudes = (
@@ -238,6 +239,23 @@ class LayerBuilder:
         rounded = quantize_int8(weight, full_magnitudes)
         return replace(rounded, rounds_rows=self.form.rounds_rows)
 
+    def rounded_weight(self, tensors: BlockTensors, name: str) -> StoredWeight:
+        """Return a matrix that `--quantize int4` rounds, in codes or widened; any other as it is
+        stored."""
+        pieces = tensors.pieces.get(name)
+        if pieces is None:
+            return tensors.matrix(name)
+        weight = tensors[name]
+        parts = torch.split(weight, [rows for rows, _ in pieces]) if len(pieces) > 1 else (weight,)
+        rounded: list[GroupedWeight] = []
+        for part, (_, kind) in zip(parts, pieces, strict=True):
+            if rounded_spec(part.shape[1], kind) is None:
+                return weight
+            groups = quantize_groups(part, kind)
+            rounded.append(replace(groups, rounds_rows=self.form.rounds_rows))
+        stored = rounded[0] if len(rounded) == 1 else StackedWeight(tuple(rounded))
+        return stored.plain(self.dtype) if name in tensors.widened else stored
+
     def reorder(
         self, tensors: BlockTensors, name: str, order: list[int], part: slice = slice(None)
     ) -> None:
@@ -245,8 +263,15 @@ class LayerBuilder:
 
         Those of its bias too.
         """
-        if (grouped := tensors.grouped.get(name)) is not None:
+        grouped = tensors.grouped.get(name)
+        if isinstance(grouped, StackedWeight) and len(order) == grouped.shape[0]:
+            tensors.grouped[name] = reorder_stack(grouped, order)
+        elif grouped is not None:
             _reorder_codes(grouped, order, part)
+        pieces = tensors.pieces.get(name, [])
+        if sum(piece.rows for piece in pieces) == len(order):
+            runs = find_runs([piece.rows for piece in pieces], order)
+            tensors.pieces[name] = [Piece(len(rows), pieces[number].kind) for number, rows in runs]
         for key in (name, f"{name}_bias"):
             if key in tensors and key not in tensors.grouped:
                 reorder_heads(tensors[key][part], order)
@@ -264,7 +289,8 @@ class LayerBuilder:
         epsilon: that of the norm after it, where it differs from other norms'. removes_mean: the
         mean is removed from the result, of a matrix in codes after the product.
         """
-        is_centred_after = removes_mean and name in tensors.grouped
+        is_in_codes = name in tensors.grouped or name in tensors.pieces.keys() - tensors.widened
+        is_centred_after = removes_mean and is_in_codes
         if removes_mean and not is_centred_after:
             self._remove_mean(tensors, name)
         scales = tensors.get("post_norm")
@@ -326,6 +352,29 @@ def _tile_for_triton(weight: StoredWeight) -> AnyWeight:
     if isinstance(weight, StackedWeight):
         return StackedTiles(tuple(map(tile_weight, weight.pieces)))
     return weight
+
+
+def find_runs(sizes: Sequence[int], order: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return the runs of rows of one piece in an order of all rows: the piece's number, and its own
+    rows.
+
+    sizes: rows of the pieces.
+    """
+    ends = [*accumulate(sizes)]
+    runs = groupby(order, key=lambda row: bisect_right(ends, row))
+    return [(number, [row - ends[number] + sizes[number] for row in rows]) for number, rows in runs]
+
+
+def reorder_stack(stack: StackedWeight, order: list[int]) -> StackedWeight:
+    """Return a stack with all its rows in another order, which parts pieces where others stand
+    between their rows."""
+    runs = find_runs([piece.shape[0] for piece in stack.pieces], order)
+    pieces = []
+    for number, rows in runs:
+        index = torch.tensor(rows, device=stack.pieces[number].device)
+        select = partial(torch.index_select, dim=0, index=index)
+        pieces.append(stack.pieces[number].map_tensors(select))
+    return StackedWeight(tuple(pieces))
 
 
 def _reorder_codes(weight: GroupedWeight | StackedWeight, order: list[int], part: slice) -> None:

@@ -19,7 +19,7 @@ from spd.formats.gguf.changes import (
 )
 from spd.formats.gguf.tensors import StoredTensor
 from spd.runtime.models.parameters import HeadTile
-from spd.runtime.models.weights import PackedSpec
+from spd.runtime.models.weight_forms import PackedSpec
 
 FORMS: Mapping[str, PackedSpec] = {
     "Q4_0": PackedSpec("int4", 32, scales="float16"),

@@ -19,6 +19,7 @@ from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.families import default_mlp
 from spd.runtime.models.layouts import EmptyLayout, LayerLayout, MlpLayout, MoeLayout
 from spd.runtime.models.parameters import MLP_NORMS, UNSHARDED, ParameterSpec, Shape, Shard
+from spd.runtime.models.weight_forms import WeightForm
 
 
 def module_layer(config: ModelConfig, family: MtpFamily, shard: Shard = UNSHARDED) -> LayerLayout:
@@ -92,7 +93,7 @@ def module_parts(
 
 
 def count_module_bytes(
-    source: MtpSource, module: int, dtype: str, form: weights.WeightForm, shard: Shard = UNSHARDED
+    source: MtpSource, module: int, dtype: str, form: WeightForm, shard: Shard = UNSHARDED
 ) -> int:
     """Return the bytes of one module in a form, without embedding and head."""
     layout = module_parts(source, module + 1, None)[module].layout.sharded(shard)

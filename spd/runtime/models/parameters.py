@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from spd.errors import IncompatibleError
+from spd.formats.names import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,6 +182,11 @@ class ParameterSpec:
     def is_quantizable(self) -> bool:
         """True if it is a matrix that may be stored in codes."""
         return len(self.shape) == 2 and not self.is_float32 and not self.is_unquantized
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """True if it is an embedding or a head that the checkpoint stores under the usual name."""
+        return self.sources[0].name in (EMBEDDING, HEAD)
 
 
 def fused_parameters(

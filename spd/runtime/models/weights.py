@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from spd.formats.checkpoint import Checkpoint, check_tensors
 from spd.formats.json_file import abbreviate, display_text
@@ -19,18 +19,17 @@ from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.quantized import UNUSED_SUFFIXES
-from spd.kernels.capabilities import CODE_BITS, FLOAT_CODES, INT4_GROUP, SUPER_BLOCK, CodeKind
 from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout, RecurrentLayout
 from spd.runtime.models.parameters import (
     UNSHARDED,
     Cut,
-    HeadTile,
     ParameterSpec,
     Shape,
     Shard,
     SourceTensor,
 )
+from spd.runtime.models.weight_forms import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -270,218 +269,3 @@ def check_weights(checkpoint: Checkpoint, config: ModelConfig, layout: ModelLayo
     if unused and checkpoint.refuses_unused:
         raise checkpoint.tensor_error(unused[0], f"is not known in {config.architecture}")
     return unused
-
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of an element, by its dtype."""
-FOUR_BIT_STEP = 128
-"""Most columns of four bits that kernels read at a time."""
-ScaleKind = Literal["float32", "bfloat16", "float16", "exponents", "factored"]
-"""The storage of scales: numbers, exponents in a byte, or bytes with a factor of `SUPER_BLOCK`
-columns.
-"""
-SCALE_BYTES: Mapping[ScaleKind, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "exponents": 1,
-    "factored": 1,
-}
-"""Bytes of a scale, by its storage."""
-FACTOR_BYTES = 2
-"""Bytes of a factor of scales or minima."""
-
-
-def part_name(name: str, part: str) -> str:
-    """Return the name of a matrix's quantization parameter; no tensor of a file has such a name."""
-    return f"{name}#{part}"
-
-
-@dataclass(frozen=True)
-class PackedSpec:
-    """The storage of a matrix in codes."""
-
-    kind: CodeKind
-    group: int | None
-    """The columns that share a scale; None: all columns of a row."""
-    zeros: bool = False
-    """True if there are zero points; the sources of one parameter may differ in this."""
-    scales: ScaleKind = "float32"
-    minima: bool = False
-    """True if groups have minima, stored as scales are."""
-    tile: HeadTile | None = None
-    """The order of columns where it is not that of the input's heads."""
-
-    @property
-    def is_paired(self) -> bool:
-        """True if a byte has two codes."""
-        return CODE_BITS[self.kind] == 4
-
-    @property
-    def is_blocked(self) -> bool:
-        """True if it is stored as GGUF's blocks are."""
-        return self.scales not in ("float32", "bfloat16")
-
-    @property
-    def columns_per_parameter(self) -> dict[str, int]:
-        """Return the quantization parameters, and the columns that each number covers.
-
-        0: a group.
-        """
-        columns = {"scales": 0}
-        if self.zeros:
-            columns["zeros"] = 0
-        if self.minima:
-            columns["minima"] = 0
-        if self.scales == "factored":
-            columns["factors"] = SUPER_BLOCK
-            if self.minima:
-                columns["minimum_factors"] = SUPER_BLOCK
-        return columns
-
-    def count_bytes(self, shape: Shape) -> int:
-        """Return the planned bytes of a matrix of a shape (rows, columns).
-
-        Rows that the tiles of a CPU add are not counted. Codes of four bits may be stored in full
-        steps of two groups, at most `FOUR_BIT_STEP` columns; GGUF's blocks always in steps of so many
-        columns.
-        """
-        rows, columns = shape
-        if self.is_blocked:
-            columns = -(-columns // FOUR_BIT_STEP) * FOUR_BIT_STEP
-        groups = -(-columns // (self.group or columns))
-        parameters = rows * groups * (SCALE_BYTES[self.scales] * (1 + self.minima) + self.zeros)
-        if self.scales == "factored":
-            parameters += rows * columns // SUPER_BLOCK * FACTOR_BYTES * (1 + self.minima)
-        step = min(FOUR_BIT_STEP, 2 * (self.group or columns))
-        padded_columns = -(-columns // step) * step if self.is_paired else columns
-        return rows * padded_columns * CODE_BITS[self.kind] // 8 + parameters
-
-    def has_same_codes(self, other: PackedSpec) -> bool:
-        """True if one matrix can hold the codes of both: scales and zeros may differ."""
-        return (self.kind, self.group, self.minima, self.scales == "factored") == (
-            other.kind,
-            other.group,
-            other.minima,
-            other.scales == "factored",
-        )
-
-    def can_cut(self, cut: Cut | None) -> bool:
-        """True if a rank's cut of columns consists of complete groups."""
-        if cut is None or cut.dim == 0:
-            return True
-        unit = SUPER_BLOCK if self.scales == "factored" else self.group or 2
-        if self.tile is not None:
-            unit *= self.tile.per_key
-        return all(edge % unit == 0 for span in cut.ranges for edge in span)
-
-
-@dataclass(frozen=True)
-class WeightForm:
-    """The storage of the matrices of a model's layers.
-
-    Embeddings, heads, routers and vectors never change.
-
-    wide: the run's dtype. int8: rounded at load, with a scale a row; int4: with a scale for
-    `INT4_GROUP` columns. widened: rounded values are stored in the run's dtype nevertheless.
-    packed: the matrices named in `packed` are stored in codes.
-    """
-
-    kind: Literal["wide", "int8", "int4", "packed"] = "wide"
-    widened: bool = False
-    packed: Mapping[str, PackedSpec] = field(default_factory=dict, hash=False)
-    packs_tables: bool = False
-    """True if the embedding and the head may be among the packed matrices."""
-    rounds_rows: bool = False
-    """True if rows are rounded to eight bits before products with integer codes."""
-
-    @property
-    def main_kind(self) -> str:
-        """Return the storage of most matrices."""
-        dtypes = [spec.kind for spec in self.packed.values()]
-        return max(dict.fromkeys(dtypes), key=dtypes.count, default=self.kind)
-
-    @property
-    def has_integer_codes(self) -> bool:
-        """True if a matrix is stored in codes that stand for whole numbers times a scale."""
-        if self.kind == "packed":
-            return any(spec.kind != FLOAT_CODES for spec in self.packed.values())
-        return self.kind != "wide" and not self.widened
-
-    def find_packed_spec(self, parameter: ParameterSpec, prefix: str) -> PackedSpec | None:
-        """Return the storage of a parameter in codes, None where it has none.
-
-        prefix: of its sources' names.
-
-        All sources must have the same codes and groups. A rank's columns must be complete groups.
-        """
-        if self.kind != "packed" or not parameter.is_quantizable or not parameter.sources:
-            return None
-        specs = [
-            spec
-            for spec in (self.packed.get(prefix + source.name) for source in parameter.sources)
-            if spec is not None
-        ]
-        if len(specs) < len(parameter.sources):
-            return None
-        first = specs[0]
-        if first.is_paired and parameter.shape[1] % 2:
-            return None
-        for spec, source in zip(specs, parameter.sources, strict=True):
-            if not spec.has_same_codes(first) or not spec.can_cut(source.cut):
-                return None
-        largest = max((spec.scales for spec in specs), key=lambda kind: SCALE_BYTES[kind])
-        return replace(first, zeros=any(spec.zeros for spec in specs), scales=largest)
-
-    def split_by_spec(
-        self, parameter: ParameterSpec, prefix: str
-    ) -> list[tuple[ParameterSpec, PackedSpec]]:
-        """Return the pieces of a parameter whose sources have different codes, in order, or no
-        pieces.
-
-        Backends that pack tables multiply such pieces one by one.
-        """
-        pieces: list[tuple[ParameterSpec, PackedSpec]] = []
-        if not self.packs_tables or not parameter.is_quantizable or parameter.is_stacked:
-            return pieces
-        for source in parameter.sources:
-            piece = replace(parameter, sources=(source,))
-            spec = self.find_packed_spec(piece, prefix)
-            if spec is None:
-                return []
-            if pieces and pieces[-1][1] == spec:
-                sources = (*pieces.pop()[0].sources, source)
-                piece = replace(parameter, sources=sources)
-            pieces.append((piece, spec))
-        return pieces
-
-    def count_bytes(
-        self, parameter: ParameterSpec, prefix: str, dtype: str, *, is_table: bool = False
-    ) -> int:
-        """Return the bytes of a parameter, scales included; is_table: it is outside the layers."""
-        rows, *columns = parameter.shape
-        size = parameter.size
-        if not is_table or self.packs_tables:
-            spec = self.find_packed_spec(parameter, prefix)
-            if spec is not None:
-                return spec.count_bytes(parameter.shape)
-            if pieces := self.split_by_spec(parameter, prefix):
-                return sum(spec.count_bytes(piece.shape) for piece, spec in pieces)
-        if not is_table and parameter.is_quantizable and not self.widened:
-            if self.kind == "int4" and columns[0] % INT4_GROUP == 0:
-                int4 = PackedSpec("int4", INT4_GROUP, scales="bfloat16")
-                return int4.count_bytes(parameter.shape)
-            if self.kind == "int8":
-                return size + 4 * rows
-        return size * (4 if parameter.is_float32 else DTYPE_BYTES[dtype])
-
-
-WIDE = WeightForm()
-"""All matrices in the run's dtype."""
-
-
-def int4_form(kernels: str, dtype: str) -> WeightForm:
-    """Return the form of int4 groups: widened where float16 could overflow before the norm's
-    scales.
-    """
-    return WeightForm("int4", widened=kernels == "triton" and dtype == "float16")

@@ -17,8 +17,9 @@ from spd.formats.folder import ModelFolder
 from spd.formats.gguf.tensors import StoredTensor
 from spd.formats.hub import spd_cache_folder
 from spd.formats.model_config import ModelConfig
-from spd.formats.quantized import CODE_TENSORS, Quantization
-from spd.kernels.capabilities import INT4_GROUP
+from spd.formats.quantized import Quantization
+from spd.formats.weight_schemes import CODE_TENSORS
+from spd.kernels.capabilities import ROUNDING_GROUP
 from spd.kernels.native.build import (
     DTYPE_FLAGS,
     LARGEST_HEAD,
@@ -27,13 +28,14 @@ from spd.kernels.native.build import (
 )
 from spd.runtime.models.gguf_forms import FORMS, find_packed_specs
 from spd.runtime.models.layouts import AttentionLayout, LayerLayout
-from spd.runtime.models.weights import (
+from spd.runtime.models.weight_forms import (
     DTYPE_BYTES,
     FOUR_BIT_STEP,
     WIDE,
     PackedSpec,
     ScaleKind,
     WeightForm,
+    codes_form,
     int4_form,
 )
 from spd.runtime.plan.config import EngineConfig
@@ -45,8 +47,11 @@ AS_STORED = "as the dtype says"
 """The reason for wide weights that were not quantized."""
 FLOAT16_OVERFLOWS = "float16 could overflow before the norm's scales"
 """The reason for wide weights where Triton's kernels would multiply codes in float16."""
-QUANTIZE_SCALES_TEXT = {"int8": "a scale a row", "int4": f"a scale for {INT4_GROUP} columns"}
-"""The scales that --quantize makes."""
+ROUNDING_TEXT = {
+    "int8": "a scale a row, made at load",
+    "int4": f"four to eight bits, tables too, a scale for {ROUNDING_GROUP} columns, made at load",
+}
+"""What --quantize makes."""
 
 
 def native_obstacle(machine: Machine, dtype: str, layers: Iterable[LayerLayout]) -> str | None:
@@ -198,10 +203,10 @@ def _unrounded_form(
                 f"but the weights of {folder.path.name} are quantized already"
             )
             raise IncompatibleError(message, reason=causes, fix=["leave --quantize out"])
-        reason = (
-            f"--quantize {config.quantize}: {QUANTIZE_SCALES_TEXT[config.quantize]}, made at load"
-        )
-        form = WeightForm("int8") if config.quantize == "int8" else int4_form(kernels, dtype)
+        reason = f"--quantize {config.quantize}: {ROUNDING_TEXT[config.quantize]}"
+        form = WeightForm("int8")
+        if config.quantize == "int4":
+            form = int4_form(model, kernels, dtype, config.tp)
         if form.widened:
             reason += f", kept as {dtype}, for these kernels want wide weights"
         return form, reason
@@ -236,7 +241,7 @@ def _gguf_form(
     widened = _widened_types(stored, dtype)
     if not packed:
         return WIDE, widened or f"{type_names} multiplied out"
-    form = WeightForm("packed", packed=packed, packs_tables=config.tp == 1)
+    form = replace(codes_form("packed", kernels, config.tp), packed=packed)
     reason = f"{type_names}: what has four bits or more is multiplied as stored"
     return form, f"{reason}; {widened}" if widened else reason
 
@@ -278,10 +283,17 @@ def _packed_form(
         scales = tensors.get(f"{stem}.{'scales' if last == 'qweight' else 'weight_scale'}")
         narrow = scales is not None and (scales.dtype == "BF16" or scheme.layout == "mxfp4")
         kind: ScaleKind = "bfloat16" if narrow else "float32"
+        if scheme.layout == "spd":
+            kind = "float16"
         packed[f"{stem}.weight"] = PackedSpec(
             scheme.code_kind, scheme.group_size, not scheme.symmetric, kind
         )
     reason = f"{quantization.method} weights are multiplied as stored"
     if odd_count:
         reason += f"; {odd_count} with act-order or odd groups are multiplied out"
-    return (WeightForm("packed", packed=packed), reason) if packed else (WIDE, reason)
+    if not packed:
+        return WIDE, reason
+    form = WeightForm("packed", packed=packed)
+    if quantization.method == "spd":  # other methods' tables may have any groups and zero points
+        form = replace(codes_form("packed", kernels, config.tp), packed=packed)
+    return form, reason

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from spd.formats.model_config import ModelConfig
 from spd.formats.mtp import MtpSource
-from spd.formats.names import EMBEDDING
 from spd.kernels.attention.attention_chunks import KV_BLOCK, num_chunks
 from spd.kernels.capabilities import CAPABILITIES
 from spd.kernels.recurrent.state_blocks import BLOCK
@@ -20,13 +19,8 @@ from spd.runtime.models.attention_layout import GqaLayout
 from spd.runtime.models.layouts import AttentionLayout, MixerLayout
 from spd.runtime.models.mtp_weights import count_module_bytes, module_layer
 from spd.runtime.models.parameters import Shard
-from spd.runtime.models.weights import (
-    DTYPE_BYTES,
-    WIDE,
-    ModelLayout,
-    WeightForm,
-    count_layout_bytes,
-)
+from spd.runtime.models.weight_forms import DTYPE_BYTES, WIDE, WeightForm
+from spd.runtime.models.weights import ModelLayout, count_layout_bytes
 from spd.runtime.plan.config import format_size
 from spd.runtime.round.limits import (
     CATCH_UP_TOKENS,
@@ -411,7 +405,7 @@ def _weight_bytes(config: ModelConfig, shape: EngineShape, form: WeightForm, ran
     """
     width = DTYPE_BYTES[shape.dtype]
     packed = shape.on_cpu and config.tie_embeddings and shape.dtype != "float16"
-    if form.packs_tables and EMBEDDING in form.packed:
+    if form.packs_embedding(config):
         packed = False
     ids = -(-config.vocab_size // ranks)
     return (

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from spd.errors import ResourceError, UsageError
 from spd.kernels.attention.attention_chunks import KV_BLOCK
-from spd.runtime.models.weights import WIDE, WeightForm, int4_form
+from spd.runtime.models.weight_forms import WIDE, WeightForm, int4_form
 from spd.runtime.plan.config import METHODS, EngineConfig, format_size
 from spd.runtime.plan.memory import (
     EngineShape,
@@ -147,9 +147,16 @@ def _other_options(shape: EngineShape, draft_flag: bool) -> Iterator[tuple[str, 
     models = (shape.target, shape.draft, shape.mtp.config if shape.mtp else None)
     stored = [model.quantization for model in models if model is not None]
     if wide and not any(stored):
-        for form in (WeightForm("int8"), int4_form(shape.kernels, shape.dtype)):
+        drafting = next((model for model in models[1:] if model is not None), shape.target)
+        int8 = WeightForm("int8")
+        int4, draft_int4 = (
+            int4_form(model, shape.kernels, shape.dtype, shape.tp)
+            for model in (shape.target, drafting)
+        )
+        for form, draft_form in ((int8, int8), (int4, draft_int4)):
             if not form.widened:
-                yield f"--quantize {form.kind}", replace(shape, form=form, draft_form=form)
+                changed = replace(shape, form=form, draft_form=draft_form)
+                yield f"--quantize {form.kind}", changed
     if not shape.rounds_cache:
         yield "--kv int8", replace(shape, rounds_cache=True)
     if shape.dtype == "float32":

@@ -21,7 +21,7 @@ from spd.formats.mtp import MtpSource
 from spd.runtime.models import family_layout
 from spd.runtime.models.mtp_weights import module_layer
 from spd.runtime.models.parameters import Shard
-from spd.runtime.models.weights import WIDE, WeightForm
+from spd.runtime.models.weight_forms import WIDE, WeightForm
 from spd.runtime.plan.config import (
     LONG_MATCH,
     METHODS,
