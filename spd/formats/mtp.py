@@ -17,9 +17,10 @@ from typing import Any
 from spd.errors import CheckpointError, IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.folder import ModelFolder
+from spd.formats.gguf.file_kind import is_gguf
 from spd.formats.json_file import Fields, display_text
 from spd.formats.model_config import MAX_LAYERS, MTP_HEAD, ModelConfig, model_config_of, refuse_head
-from spd.formats.mtp_layout import MtpLayout, find_mtp_layout, is_mtp_tensor
+from spd.formats.mtp_layout import MTP_FAMILIES, MtpLayout, find_mtp_layout, is_mtp_tensor
 from spd.formats.names import EMBEDDING, FINAL_NORM, HEAD
 from spd.formats.safetensors_header import TensorMeta
 
@@ -67,19 +68,23 @@ def declared_module_count(fields: Fields) -> int:
     )
 
 
-def no_mtp_error(folder: Path, num_layers: int, declared: int) -> IncompatibleError:
+def no_mtp_error(path: Path, config: ModelConfig, declared: int) -> IncompatibleError:
     """Return the error for a checkpoint without tensors of an MTP head.
 
-    num_layers: of its model. declared: the number of modules in its `config.json`.
+    declared: the number of modules in its `config.json`.
     """
-    reason = [
-        f"no tensor such as model.layers.{num_layers}.eh_proj.weight, mtp.fc.weight or model.mtp_…"
-    ]
+    name = f"model.layers.{config.num_layers}.eh_proj.weight"
+    message = f"{path}: holds no MTP layers"
+    reason = [f"no tensor such as {name}, mtp.fc.weight or model.mtp_…"]
+    if is_gguf(path):
+        reason = [f"no tensor such as blk.{config.num_layers}.nextn.eh_proj.weight"]
+        if any(config.architecture in family.architectures for family in MTP_FAMILIES):
+            message += ", which a converter may have left out"
     if declared:
         reason.append(
             f"config.json speaks of {declared}: quantized copies are often written without them"
         )
-    return IncompatibleError(f"{folder}: holds no MTP layers", reason=reason, fix=HEAD_FIXES)
+    return IncompatibleError(message, reason=reason, fix=HEAD_FIXES)
 
 
 def verifier_hash(checkpoint: Checkpoint) -> str:
@@ -192,7 +197,7 @@ def read_head_file(file: ModelFolder, target: ModelFolder) -> MtpSource:
     checkpoint = file.checkpoint
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
-        raise no_mtp_error(file.path, config.num_layers, declared_module_count(fields))
+        raise no_mtp_error(file.path, config, declared_module_count(fields))
     has_verifier_norm = FINAL_NORM in checkpoint.tensors and target.gguf is not None
     return MtpSource(
         folder=file,
@@ -302,7 +307,7 @@ def plan_head(
     checkpoint = Checkpoint.open(source.path, select_tensors, is_extra_tensor)
     layout = find_mtp_layout(config.architecture, checkpoint.tensors, config.num_layers)
     if layout is None:
-        raise no_mtp_error(source.path, config.num_layers, declared_module_count(source.fields))
+        raise no_mtp_error(source.path, config, declared_module_count(source.fields))
     head = MtpSource(
         folder=source,
         layout=layout,

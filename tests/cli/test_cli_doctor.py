@@ -195,6 +195,11 @@ def test_caches_that_cannot_be_written_are_reported(
     assert diagnostics.check_storage().facts["models"] == []
     (tmp_path / "hub" / "models--a--b" / "snapshots" / "c").mkdir(parents=True)
     assert diagnostics.check_storage().facts["models"] == ["a/b"]
+    other = tmp_path / "hub-of-llama.cpp" / "tiny.gguf"
+    other.parent.mkdir()
+    other.write_bytes(b"GGUF")
+    monkeypatch.setenv("LLAMA_CACHE", str(other.parent))
+    assert "1 models downloaded, 1 of llama.cpp" in diagnostics.check_storage().line
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     assert diagnostics.check_storage().status == WARNING
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "file"))

@@ -11,12 +11,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from spd.formats.hub import cache_folder, list_cached_models, spd_cache_folder
+from spd.formats.hub import cache_folder, list_cached_models, list_models, spd_cache_folder
+from spd.formats.stores import HUB
 from spd.kernels.native.build import processor_features
 from spd.runtime.plan.config import EngineConfig
 from spd.runtime.round.cpu_load import NEGLIGIBLE_LOAD, OtherProcessLoad
@@ -135,7 +137,7 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def check_storage() -> Finding:
-    """Count downloaded models, and free space for more and for temporary files."""
+    """Count stored models, and free space for more and for temporary files."""
     cache = cache_folder()
     models = list_cached_models()
     if cache.exists() and not (cache.is_dir() and os.access(cache, os.R_OK | os.X_OK)):
@@ -148,7 +150,11 @@ def check_storage() -> Finding:
     free_texts = (
         f"{free_bytes / GIB:.1f} GiB free for {folder}" for folder, free_bytes in free.items()
     )
-    line = " · ".join([*free_texts, f"{len(models)} models downloaded"])
+    by_program = Counter(model.store for model in list_models() if model.store != HUB)
+    program_counts = (f"{count} of {program}" for program, count in by_program.items())
+    line = " · ".join(
+        [*free_texts, ", ".join([f"{len(models)} models downloaded", *program_counts])]
+    )
     if min(free.values()) < LOW_DISK_BYTES:
         return Finding(
             WARNING, line, ("free some space, or set HF_HOME and TMPDIR to another disk",), facts

@@ -145,9 +145,7 @@ def _drafter_with_mtp(
     """
     source = find_mtp_source(target, head)
     if source is None:
-        raise no_mtp_error(
-            target.path, target.config.num_layers, declared_module_count(target.fields)
-        )
+        raise no_mtp_error(target.path, target.config, declared_module_count(target.fields))
     check_mtp_source(source, source.folder.checkpoint)
     reason = "asked for"
     made_for = source.verifier_sha256

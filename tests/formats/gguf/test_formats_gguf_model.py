@@ -9,6 +9,7 @@ import re
 import resource
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from spd.formats.gguf.sidecars import find_sidecar
 from spd.formats.gguf.vocabulary import CONTROL
 from spd.formats.hub import resolve_model
 from spd.formats.model_config import SUPPORTED_ARCHITECTURES
-from spd.formats.mtp import find_mtp_source, is_mtp_head
+from spd.formats.mtp import find_mtp_source, is_mtp_head, no_mtp_error
 from spd.runtime import unused_tensors
 from tests.formats.gguf.gguf_helpers import TensorSpec, TypedValue, Value, gguf_bytes, header_bytes
 from tests.formats.gguf.test_formats_gguf_container import mutate
@@ -349,8 +350,18 @@ def test_a_head_for_another_model_is_refused(tmp_path: Path) -> None:
         find_mtp_source(target, head)
     assert "layers: head 2, target 1" in caught.value.reason
     same = ModelFolder(write_tiny_gguf(tmp_path / "c.gguf", "Q4_0", **SMALL))
-    with pytest.raises(IncompatibleError, match="holds no MTP layers"):
+    with pytest.raises(IncompatibleError, match=r"holds no MTP layers$"):
         find_mtp_source(target, same)
+
+
+def test_layers_that_a_converter_left_out_are_told(tmp_path: Path) -> None:
+    """Those of DeepSeek V3 are in its checkpoint and in no file."""
+    config = ModelFolder(write_tiny_gguf(tmp_path / "a.gguf", "F32", **SMALL)).config
+    published = replace(config, architecture="DeepseekV3ForCausalLM")
+    error = no_mtp_error(tmp_path / "a.gguf", published, 0)
+    assert error.message.endswith("holds no MTP layers, which a converter may have left out")
+    assert error.reason == ("no tensor such as blk.1.nextn.eh_proj.weight",)
+    assert no_mtp_error(tmp_path, published, 0).message.endswith("holds no MTP layers")
 
 
 def test_every_architecture_is_of_a_class_that_is_served() -> None:
