@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,9 @@ def test_a_lost_head_is_refused_with_the_way_to_attach_one(tmp_path: Path) -> No
     ):
         write_json(tmp_path, "config.json", config)
         assert mtp.declared_module_count(ModelFolder(tmp_path).fields) == count
-    refusal = mtp.no_mtp_error(tmp_path, 61, 1)
+    write_json(tmp_path, "config.json", QWEN3)
+    config_of_model = replace(ModelFolder(tmp_path).config, num_layers=61)
+    refusal = mtp.no_mtp_error(tmp_path, config_of_model, 1)
     assert isinstance(refusal, IncompatibleError) and refusal.exit_code == 4
     assert "model.layers.61.eh_proj.weight" in refusal.reason[0]
     assert "config.json speaks of 1" in refusal.reason[1]
