@@ -58,7 +58,8 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             "equality_demo_hybrid.json equality_demo_hybrid_tp2.json equality_demo_hybrid_tp2_float32.json "
             "equality_medium_hybrid.json equality_medium_hybrid_draft.json "
             "equality_medium_hybrid_float32.json equality_demo_int4.json equality_demo_int4_float32.json "
-            "equality_demo_int4_avx512.json equality_gguf_types.json equality_gemma3_270m.json",
+            "equality_demo_int4_avx512.json equality_gguf_types.json equality_smollm2.json "
+            "equality_gemma3_270m.json",
             table_forms.equality,
             EQUALITY,
         ),

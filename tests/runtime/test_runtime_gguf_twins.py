@@ -104,7 +104,7 @@ def test_a_head_in_a_file_of_its_own_drafts(source: Path, tmp_path: Path, name: 
     expected = run_all(make_engine(folder, spec="mtp", **options), prompts, params)
     runs_by_source = [
         run_all(make_engine(file, spec="auto", **options), prompts, params),
-        run_all(make_engine(file, draft_model=head, **options), prompts, params),
+        run_all(make_engine(file, spec="auto", draft_model=head, **options), prompts, params),
         run_all(make_engine(folder, spec="mtp", draft_model=head, **options), prompts, params),
     ]
     for runs in runs_by_source:
