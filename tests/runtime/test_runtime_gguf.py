@@ -16,6 +16,7 @@ from spd.formats.folder import ModelFolder
 from spd.formats.gguf import changes
 from spd.formats.gguf.block_types import READABLE_TYPES
 from spd.formats.gguf.container import GgufFile
+from spd.kernels.native.build import LARGEST_HEAD
 from spd.runtime import SamplingParams
 from spd.runtime.load import gguf_weights
 from spd.runtime.load.gguf_weights import read_values
@@ -159,6 +160,23 @@ def test_a_file_drafts_for_a_file(tmp_path: Path) -> None:
     prompts = random_prompts(2, 20, 300, seed=4)
     plain = run_all(make_engine(target), prompts, PARAMS)
     runs = run_all(make_engine(target, draft_model=draft, spec="draft"), prompts, PARAMS)
+    assert_same_runs(runs, plain)
+    assert count_drafted(runs) > 0
+
+
+@needs_compiled
+def test_a_file_that_torch_must_run_drafts_for_the_c_kernels(tmp_path: Path) -> None:
+    """Its heads are too large for them, and torch's kernels keep nothing packed."""
+    target = write_tiny_gguf(tmp_path / "a.gguf", "Q4_K")
+    assert LARGEST_HEAD < 768
+    large = {"hidden": 768, "heads": 1, "kv_heads": 1, "layers": 1}
+    draft = write_tiny_gguf(tmp_path / "b.gguf", "Q4_0", **large)
+    prompts = random_prompts(1, 20, 300, seed=4)
+    options: dict[str, Any] = {"kernels": "native", "dtype": "bfloat16"}
+    engine = make_engine(target, draft_model=draft, spec="draft", **options)
+    assert engine.plan.draft_kernels == "torch"
+    plain = run_all(make_engine(target, **options), prompts, PARAMS[:1])
+    runs = run_all(engine, prompts, PARAMS[:1])
     assert_same_runs(runs, plain)
     assert count_drafted(runs) > 0
 
