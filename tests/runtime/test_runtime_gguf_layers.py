@@ -239,7 +239,7 @@ def test_experts_of_two_types_are_planned_as_they_are_allocated() -> None:
     """Kernels of experts read codes of one form: these are multiplied out."""
     shapes = {f"{number}.{part}": (256, 256) for number in range(2) for part in ("gate", "up")}
     specs = {name: FORMS["Q4_K" if name.endswith("gate") else "Q6_K"] for name in shapes}
-    form = WeightForm("packed", packed=specs, packs_tables=True)
+    form = WeightForm("packed", packed=specs, packs_tables=True, stacks_pieces=True)
     parameter = ParameterSpec.from_shapes(shapes)
     stacked = ParameterSpec(parameter.sources, is_stacked=True)
     assert form.count_bytes(stacked, "", "bfloat16") == 2 * stacked.size
