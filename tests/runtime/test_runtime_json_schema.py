@@ -458,7 +458,7 @@ def test_a_long_chain_of_references_is_read_in_bounded_time(
 
 
 def test_a_description_is_left_out_and_a_property_of_its_name_stays() -> None:
-    schema = {
+    schema: JsonObject = {
         "title": "A book",
         "properties": {"title": {"type": "string", "title": "Its name"}},
         "dependentRequired": {"title": ["author"]},
