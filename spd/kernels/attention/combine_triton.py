@@ -44,7 +44,7 @@ def store_in_place(pointers, values, mask):
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.b32 [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r,r",
-            [pointers, values, mask.to(tl.int32)],
+            [pointers.to(tl.int64), values, mask.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

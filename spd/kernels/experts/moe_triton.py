@@ -30,7 +30,7 @@ from spd.kernels.linear.skinny_linear import AnyWeight, step_of
 from spd.kernels.linear.skinny_linear_triton import launch_of, operands_of
 from spd.kernels.linear.skinny_product_triton import activated, gate_and_up, product
 from spd.kernels.linear.tiled_weight import TiledWeight
-from spd.kernels.linear.weight_operands_triton import row_width, rows_of_weight, weight_from_row
+from spd.kernels.linear.weight_operands_triton import row_width, rows_of_weight
 from spd.kernels.overlap_triton import release, wait, wait_and_release
 
 ROUTER = LinearConfig(block_n=16, block_k=32, split_k=8, warps=4, stages=3)
@@ -174,8 +174,7 @@ def experts_gate_up_kernel(
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
-    height = n if ACT == "relu2" else 2 * n
-    own = weight_from_row(weight, expert * height, k, GROUP_K, CODE, BLOCK_K)
+    base = expert * (n if ACT == "relu2" else 2 * n)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
@@ -183,16 +182,16 @@ def experts_gate_up_kernel(
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         row_t = tl.where(place < count, pair // per_token, pairs)
         if ACT == "relu2":
-            rows = rows_of_weight(own.stored, first, n, width, BLOCK_N)
+            rows = rows_of_weight(weight.stored + base * width, first, n, width, BLOCK_N)
             value = product(
-                rows, own, x, first, row_t, pairs, n, k,
+                rows, weight, base, x, first, row_t, pairs, n, k,
                 GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
             )  # fmt: skip
             value = tl.where(value < 0.0, 0.0, value)
             value *= value
         else:
             gate, up = gate_and_up(
-                own, x, first, row_t, pairs, n, k,
+                weight, base, x, first, row_t, pairs, n, k,
                 GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
             )  # fmt: skip
             if bias is not None:
@@ -218,15 +217,15 @@ def experts_down_kernel(
     first = tl.program_id(0) * BLOCK_N
     row_n = first + tl.arange(0, BLOCK_N)
     width = row_width(k, BLOCK_K, CODE)
-    own = weight_from_row(weight, expert * n, k, GROUP_K, CODE, BLOCK_K)
-    weight_rows = rows_of_weight(own.stored, first, n, width, BLOCK_N)
+    base = expert * n
+    weight_rows = rows_of_weight(weight.stored + base * width, first, n, width, BLOCK_N)
     wait(PDL)
     count = tl.load(counts + expert)
     for start in range(0, count, BLOCK_T):
         place = start + tl.arange(0, BLOCK_T)
         pair = tl.load(lists + expert * pairs + place, mask=place < count, other=pairs)
         total = product(
-            weight_rows, own, inner, first, pair, pairs, n, k,
+            weight_rows, weight, base, inner, first, pair, pairs, n, k,
             GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
         )  # fmt: skip
         if bias is not None:

@@ -34,12 +34,12 @@ _HALF_MIN = tl.constexpr(0x00200000)
 
 
 class BlockNumbers(NamedTuple):
-    """What scales a step's groups: words, and factors float32; None where there are none."""
+    """What scales a step's groups: words, and factors float32; scales where there are none."""
 
     scales: tl.tensor
-    minima: tl.tensor | None
-    factor: tl.tensor | None
-    minimum_factor: tl.tensor | None
+    minima: tl.tensor
+    factor: tl.tensor
+    minimum_factor: tl.tensor
 
 
 @triton.jit
@@ -49,13 +49,13 @@ def float_of_bits(bits):
 
 
 @triton.jit
-def group_number(word, factor, shift, BITS: tl.constexpr):
+def group_number(word, factor, shift, BITS: tl.constexpr, HAS_FACTOR: tl.constexpr):
     """Return scales or minima of `BITS` bits of words in float32: see `Codes`.
 
     factor: float32, of bytes that have one. `shift` is where they begin.
     """
     bits = (word >> shift).to(tl.int32)
-    if factor is not None:
+    if HAS_FACTOR:
         number = factor * ((bits & 255).to(tl.float32) - _BYTE_OFFSET)
     elif BITS == 16:
         number = float_of_bits(bits)
@@ -76,14 +76,14 @@ def number_bits(words, group):
 def load_block_numbers(weight, start, BLOCK_K: tl.constexpr):
     """Load what scales a step's groups."""
     scales = tl.load(weight.scales + start // BLOCK_K)
-    minima = weight.minima
-    factor = weight.factors
-    minimum_factor = weight.factors
-    if minima is not None:
-        minima = tl.load(minima + start // BLOCK_K)
-    if factor is not None:
-        factors = tl.load(factor + start // _SUPER_BLOCK)
-        if minima is not None:
+    minima = scales
+    factor = scales
+    minimum_factor = scales
+    if weight.minima is not None:
+        minima = tl.load(weight.minima + start // BLOCK_K)
+    if weight.factors is not None:
+        factors = tl.load(weight.factors + start // _SUPER_BLOCK)
+        if weight.minima is not None:
             factor = float_of_bits(factors)
             minimum_factor = float_of_bits(factors >> 16)
         else:
@@ -97,6 +97,7 @@ def block_values(weight, column, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOC
     """Return the values float32 of columns of a row of GGUF's blocks, as ggml computes them."""
     TILE_K: tl.constexpr = tile_columns(CODE, GROUP_K)
     BITS: tl.constexpr = number_bits(weight.scales.dtype.element_ty, GROUP_K)
+    HAS_FACTOR: tl.constexpr = weight.factors is not None
     tile = column // TILE_K
     if per_byte(CODE) == 2:
         byte = column % TILE_K
@@ -113,9 +114,9 @@ def block_values(weight, column, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOC
     numbers = load_block_numbers(weight, column, BLOCK_K)
     shift = column % BLOCK_K // GROUP_K * BITS
     value = code_numbers(code, CODE) - zero_point(CODE, weight.minima is not None)
-    value *= group_number(numbers.scales, numbers.factor, shift, BITS)
+    value *= group_number(numbers.scales, numbers.factor, shift, BITS, HAS_FACTOR)
     if weight.minima is not None:
-        value -= group_number(numbers.minima, numbers.minimum_factor, shift, BITS)
+        value -= group_number(numbers.minima, numbers.minimum_factor, shift, BITS, HAS_FACTOR)
     return value
 
 
@@ -133,6 +134,7 @@ def add_block_product(
     TILE_K: tl.constexpr = tile_columns(CODE, GROUP_K)
     DTYPE: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = number_bits(weight.scales.dtype.element_ty, GROUP_K)
+    HAS_FACTOR: tl.constexpr = weight.factors is not None
     numbers = load_block_numbers(weight, start, BLOCK_K)
     zero = tl.full((1, 1), zero_point(CODE, weight.minima is not None), tl.uint8)
     upper = weight.upper
@@ -155,13 +157,15 @@ def add_block_product(
         part = tl.dot(values, tokens, part, input_precision="ieee")
         shift = tile * TILE_K // GROUP_K * BITS
         if (tile + 1) * TILE_K % GROUP_K == 0:
-            scale = group_number(numbers.scales, numbers.factor, shift, BITS)
+            scale = group_number(numbers.scales, numbers.factor, shift, BITS, HAS_FACTOR)
             total = tl.fma(part, scale[:, None], total)
             part = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         if weight.minima is not None:
             sums = tl.dot(minus_ones_like(codes, DTYPE), tokens, sums, input_precision="ieee")
             if (tile + 1) * TILE_K % GROUP_K == 0:
-                minimum = group_number(numbers.minima, numbers.minimum_factor, shift, BITS)
+                minimum = group_number(
+                    numbers.minima, numbers.minimum_factor, shift, BITS, HAS_FACTOR
+                )
                 total = tl.fma(sums, minimum[:, None], total)
                 sums = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     return total

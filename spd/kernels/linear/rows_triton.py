@@ -13,7 +13,11 @@ from spd.kernels.linear.block_product_triton import block_values
 from spd.kernels.linear.norm_gate import rms_norm
 from spd.kernels.linear.skinny_linear_triton import operands_of
 from spd.kernels.linear.tiled_weight import BLOCK_STEP, TiledWeight
-from spd.kernels.linear.weight_operands_triton import weight_from_row
+from spd.kernels.linear.weight_operands_triton import (
+    WeightOperands,
+    places_of_rows,
+    row_width,
+)
 from spd.kernels.overlap_triton import wait_and_release
 
 COPY_BLOCK = 2048
@@ -55,7 +59,16 @@ def code_rows_kernel(
     wait_and_release(PDL)
     row = tl.program_id(0)
     token = tl.load(token_ids + row).to(tl.int64)
-    own = weight_from_row(weight, token, k, GROUP_K, CODE, BLOCK_K)
+    scales_at, factors_at, upper_at = places_of_rows(weight, token, k, GROUP_K, CODE, BLOCK_K)
+    own = WeightOperands(
+        weight.stored + token * row_width(k, BLOCK_K, CODE),
+        weight.upper + upper_at if weight.upper is not None else None,
+        weight.scales + scales_at,
+        None,
+        weight.minima + scales_at if weight.minima is not None else None,
+        weight.factors + factors_at if weight.factors is not None else None,
+        None,
+    )
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = block_values(own, tl.minimum(column, k - 1), GROUP_K, CODE, BLOCK_K)
     tl.store(y + row * k + column, value.to(y.dtype.element_ty), mask=column < k)

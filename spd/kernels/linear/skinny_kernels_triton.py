@@ -21,8 +21,8 @@ from spd.kernels.arrivals_triton import last_to_arrive
 from spd.kernels.capabilities import SUPER_BLOCK
 from spd.kernels.linear.skinny_product_triton import activated, gate_and_up, part_of_k, product
 from spd.kernels.linear.weight_operands_triton import (
-    parameters_of_rows,
     per_byte,
+    places_of_rows,
     row_pointers,
     row_width,
     rows_of_weight,
@@ -64,20 +64,20 @@ def prefetch_scales(weight, first, n, k, GROUP_K, CODE, BLOCK_N, BLOCK_K, SPLIT_
     """Prefetch what scales a tile's first columns, as `prefetch_weights` does."""
     if PDL and weight.scales is not None:
         row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
-        moved = parameters_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
+        scales_at, factors_at, _ = places_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
         column, _ = part_of_k(k, BLOCK_K, SPLIT_K)
         place = 0
         if GROUP_K > 0:
             width = scale_width(weight.scales, k, GROUP_K, BLOCK_K)
             numbered = scaled_columns(weight.scales.dtype, GROUP_K, BLOCK_K)
             place = tl.minimum(column // numbered, width - 1)
-        prefetch(moved.scales + place)
+        prefetch(weight.scales + scales_at + place)
         if weight.zeros is not None:
-            prefetch(moved.zeros + place)
+            prefetch(weight.zeros + scales_at + place)
         if weight.minima is not None:
-            prefetch(moved.minima + place)
+            prefetch(weight.minima + scales_at + place)
         if weight.factors is not None:
-            prefetch(moved.factors + column // _SUPER_BLOCK)
+            prefetch(weight.factors + factors_at + column // _SUPER_BLOCK)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def linear_kernel(
     if residual is not None:
         stream = tl.load(row_pointers(residual, row_t, n) + row_n[:, None], mask=mask, other=0.0)
     total = product(
-        weight_rows, weight, x, first, row_t, rows, n, k,
+        weight_rows, weight, None, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
@@ -226,7 +226,7 @@ def gate_up_kernel(
     wait(PDL)
     partial_squares = load_squares(squares, row_t, rows, PARTS, BLOCK_P)
     gate, up = gate_and_up(
-        weight, x, first, row_t, rows, n, k,
+        weight, None, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
     release(PDL)
@@ -279,7 +279,7 @@ def head_kernel(
             token = tl.load(ids + row_n, mask=is_drawable, other=0).to(tl.int32)
             is_drawable = is_drawable & (token < usable)
     score = product(
-        weight_rows, weight, x, first, row_t, rows, n, k,
+        weight_rows, weight, None, x, first, row_t, rows, n, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, 1, EVEN_K,
     )  # fmt: skip
     release(PDL)

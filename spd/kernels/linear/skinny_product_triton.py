@@ -18,15 +18,15 @@ import triton.language as tl
 from spd.kernels.linear.block_product_triton import add_block_product
 from spd.kernels.linear.norm_gate import GELU_CUBE_FACTOR, GELU_SCALE
 from spd.kernels.linear.weight_operands_triton import (
+    WeightOperands,
     code_values,
     is_blocked,
     load_tokens,
     load_weights,
-    parameters_of_rows,
     per_byte,
+    places_of_rows,
     row_width,
     rows_of_weight,
-    with_values,
     zero_point,
 )
 
@@ -117,12 +117,28 @@ def add_code_product(
 
 @triton.jit
 def multiply_rows(
-    weight, x, row_t, rows, k, GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K
-):
+    weight_rows, weight, base, row, x, row_t, rows, k,
+    GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
+):  # fmt: skip
     """Return float32 [BLOCK_N, BLOCK_T]: weight rows times tokens row_t, over this part of K.
 
-    The operands of `weight` are pointers to rows.
+    weight_rows points to the values of rows `row` from `base` on, 64 bits wide, None for 0.
     """
+    scales_at, factors_at, upper_at = places_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
+    if base is not None:
+        base_at, factors_base, upper_base = places_of_rows(weight, base, k, GROUP_K, CODE, BLOCK_K)
+        scales_at += base_at
+        factors_at += factors_base
+        upper_at += upper_base
+    weight = WeightOperands(
+        weight_rows,
+        weight.upper + upper_at if weight.upper is not None else None,
+        weight.scales + scales_at if weight.scales is not None else None,
+        weight.zeros + scales_at if weight.zeros is not None else None,
+        weight.minima + scales_at if weight.minima is not None else None,
+        weight.factors + factors_at if weight.factors is not None else None,
+        weight.columns,
+    )
     begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
     total = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -158,35 +174,39 @@ def multiply_rows(
 
 @triton.jit
 def product(
-    weight_rows, weight, x, first, row_t, rows, n, k,
+    weight_rows, weight, base, x, first, row_t, rows, n, k,
     GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
     """Return `multiply_rows` of a tile's weight rows, from `first` on; weight_rows points to their
     values."""
     row = tl.minimum(first + tl.arange(0, BLOCK_N), n - 1)
-    moved = parameters_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
     return multiply_rows(
-        with_values(moved, weight_rows), x, row_t, rows, k,
+        weight_rows, weight, base, row, x, row_t, rows, k,
         GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
     )  # fmt: skip
 
 
 @triton.jit
 def gate_and_up(
-    weight, x, first, row_t, rows, n, k,
+    weight, base, x, first, row_t, rows, n, k,
     GROUP_K, CODE, BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
 ):  # fmt: skip
     """Return the products of gate rows from `first` on and of the up rows n below: [BLOCK_N,
     BLOCK_T] each.
 
+    base: see `multiply_rows`.
+
     Two tiles too short for the matrix unit are multiplied as one. Weights of tall ones have 16 bits
     or more.
     """
     width = row_width(k, BLOCK_K, CODE)
+    stored = weight.stored
+    if base is not None:
+        stored += base * width
     if BLOCK_N >= 64:
         begin, end = part_of_k(k, BLOCK_K, SPLIT_K)
-        gate_rows = rows_of_weight(weight.stored, first, n, width, BLOCK_N)
-        up_rows = rows_of_weight(weight.stored, n + first, 2 * n, width, BLOCK_N)
+        gate_rows = rows_of_weight(stored, first, n, width, BLOCK_N)
+        up_rows = rows_of_weight(stored, n + first, 2 * n, width, BLOCK_N)
         gate = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
         for start in range(begin, end, BLOCK_K):
@@ -201,10 +221,9 @@ def gate_and_up(
     else:
         lane = tl.arange(0, 2 * BLOCK_N)
         row = tl.minimum(first + lane % BLOCK_N, n - 1) + lane // BLOCK_N * n
-        both_rows = weight.stored + row[:, None].to(tl.int64) * width
-        moved = parameters_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
+        both_rows = stored + row[:, None].to(tl.int64) * width
         both = multiply_rows(
-            with_values(moved, both_rows), x, row_t, rows, k,
+            both_rows, weight, base, row, x, row_t, rows, k,
             GROUP_K, CODE, 2 * BLOCK_N, BLOCK_T, BLOCK_K, SPLIT_K, EVEN_K,
         )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(both, (2, BLOCK_N, BLOCK_T)), (1, 2, 0)))

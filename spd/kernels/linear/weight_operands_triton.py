@@ -147,43 +147,24 @@ def scale_width(scales, k, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def parameters_of_rows(weight, row, k, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_K):
-    """Return the operands of rows [BLOCK_N] of a weight; the values are not moved."""
-    upper = weight.upper
-    scales = weight.scales
-    zeros = weight.zeros
-    minima = weight.minima
-    factors = weight.factors
-    if scales is not None:
-        width = scale_width(scales, k, GROUP_K, BLOCK_K)
-        scales += row * width
-        if zeros is not None:
-            zeros += row * width
-        if minima is not None:
-            minima += row * width
-    if factors is not None:
-        factors += row * tl.cdiv(k, _SUPER_BLOCK)
-    if upper is not None:
+def places_of_rows(weight, row, k, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_K):
+    """Return how far from a weight's first one rows have their scales, factors and upper bits.
+
+    Zeros and minima have their places as scales do. The operands at these places are put together
+    where they are used, for no function of Triton before 3.7 returns a tuple with a None.
+    """
+    scales_at = row
+    factors_at = row
+    upper_at = row
+    if weight.scales is not None:
+        scales_at = row * scale_width(weight.scales, k, GROUP_K, BLOCK_K)
+    if weight.factors is not None:
+        factors_at = row * tl.cdiv(k, _SUPER_BLOCK)
+    if weight.upper is not None:
         TILE_K: tl.constexpr = tile_columns(CODE, GROUP_K)
         beyond = k + TILE_K * (8 // upper_bits(CODE)) - 1
-        upper += row * upper_byte(beyond, TILE_K, CODE)
-    return WeightOperands(weight.stored, upper, scales, zeros, minima, factors, weight.columns)
-
-
-@triton.jit
-def with_values(weight, values):
-    """Return the operands with other values."""
-    return WeightOperands(
-        values, weight.upper, weight.scales, weight.zeros, weight.minima, weight.factors,
-        weight.columns,
-    )  # fmt: skip
-
-
-@triton.jit
-def weight_from_row(weight, row, k, GROUP_K: tl.constexpr, CODE: tl.constexpr, BLOCK_K):
-    """Return the operands of a weight's rows from one on; row is 64 bits wide."""
-    moved = parameters_of_rows(weight, row, k, GROUP_K, CODE, BLOCK_K)
-    return with_values(moved, weight.stored + row * row_width(k, BLOCK_K, CODE))
+        upper_at = row * upper_byte(beyond, TILE_K, CODE)
+    return scales_at, factors_at, upper_at
 
 
 @triton.jit
