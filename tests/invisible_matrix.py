@@ -177,6 +177,8 @@ ROUNDED_CACHES = (
 )
 """Pairs for a cache in eight bits: windows, caps, shared layers, sinks and latents among them."""
 RECURRENT = ("hybrid/ngram", "hybrid/draft", "hybrid/mtp", "hybrid/mtp+ngram")
+SCANS = ("granite_hybrid/ngram", "granite_hybrid/self", "nemotron_h/self", "nemotron_h/mtp")
+"""Pairs whose recurrent layers are Mamba-2's scans."""
 
 # Settings of a run.
 
@@ -332,6 +334,8 @@ CELLS = [
         slots=(4,),
         cache_pages=(6,),
     ),
+    *table(["some"], 0, name=SCANS, k=(1, 4, 8), lag=LAGS, form=DTYPES, slots=(3, 16)),
+    *table(["some"], 0, name=SCANS, k=(4,), lag=LAGS, form=DTYPES, slots=(4,), cache_pages=(6, 12)),
     # Weights in few bits.
     *table(
         ["few"],
