@@ -283,9 +283,10 @@ def load_run(
     """Load the queries of a KV head's rows, their positions and last keys, and the run's positions
     [begin, end).
 
-    Row i is of the group's head i % GROUPS at its token. Rows of a projection are rotated first.
+    Row i is of the group's head i % GROUPS at its token. Rows of a projection, which has angles, are
+    rotated first.
     """
-    if projection is not None:
+    if angles is not None:
         rotate_run(
             projection, query, pools, positions, angles, kv_slots, slot, head, first_row,
             row.shape[0], chunk, run, queries, K, GROUPS, D // 2, BLOCK_HALF, ROTATED, PAGE, SMALL,
