@@ -25,7 +25,8 @@ from spd.kernels.linear.group_rounding import quantize_groups
 from spd.runtime import EngineConfig, make_plan
 from spd.runtime.load.packed_weights import unpack_matrix
 from spd.runtime.models import family_layout
-from spd.runtime.models.builder import reorder_stack
+from spd.runtime.models.allocator import BlockTensors, Piece
+from spd.runtime.models.builder import LayerBuilder, reorder_stack
 from spd.runtime.models.weights import expected_tensors
 from tests.helpers import compute_logits, edit_config, edit_weights, make_engine, read_weights_error
 from tests.recipes.packed_twin import write_twin, write_twins
@@ -108,6 +109,16 @@ def test_rows_of_two_forms_are_reordered_together() -> None:
     kinds = [(piece.kind, piece.shape[0]) for piece in reordered.pieces]
     assert kinds == [("int6", 2), ("iq4", 3), ("int6", 2), ("iq4", 3), ("int6", 1)]
     assert torch.equal(reordered.plain(torch.float32), stack.plain(torch.float32)[order])
+
+
+def test_pieces_to_be_rounded_move_with_their_rows() -> None:
+    weight = random(1, 6, 8)
+    tensors = BlockTensors({"qkv": weight.clone()})
+    tensors.pieces["qkv"] = [Piece(4, "iq4"), Piece(2, "int6")]
+    order = [0, 1, 4, 5, 2, 3]
+    LayerBuilder.reorder(object.__new__(LayerBuilder), tensors, "qkv", order)
+    assert tensors.pieces["qkv"] == [Piece(2, "iq4"), Piece(2, "int6"), Piece(2, "iq4")]
+    assert torch.equal(tensors["qkv"], weight[order])
 
 
 def demo_logits(folder: Path, **options: Any) -> torch.Tensor:
