@@ -25,6 +25,7 @@ from tests.cli.conftest import assert_refused
 from tests.helpers import edit_weights, truncate_on_open
 from tests.recipes.mtp_folders import PREFIX, write_deepseek
 from tests.recipes.packed_twin import write_twin
+from tests.recipes.tiny_dense import FAMILIES, write_dense
 from tests.recipes.tiny_hybrid import write_tiny_hybrid
 
 ASK = (
@@ -62,6 +63,41 @@ def test_the_folder_speaks_as_the_model_rounded_at_load(
     assert replies[0] == replies[1] != spd_run("generate", "-m", name, ASK).out
     drafted = spd_run("generate", "-m", written, ["mtp" if word == "off" else word for word in ASK])
     assert drafted.out == replies[0]
+
+
+@pytest.mark.covers(count=1)
+@pytest.mark.parametrize("family", ["gemma4", *sorted(FAMILIES.keys() - {"gemma4", "gpt_oss"})])
+def test_each_familys_folder_speaks_as_the_model_rounded_at_load(
+    family: str, spd_run: Callable, tmp_path: Path
+) -> None:
+    """Cover matrices that are stored in another dtype than the model's: some of Gemma 4's here."""
+    source = write_dense(tmp_path / "source", family, dtype="bfloat16")
+    spd_run("quantize", source, tmp_path / "int4")
+    words = (
+        "--dtype",
+        "bfloat16",
+        "--prompt-ids",
+        "3,9,4,7,5",
+        "--spec",
+        "off",
+        "-n",
+        "24",
+        "--json",
+    )
+    replies = [
+        spd_run("generate", arguments, words, "--set", "ignore_eos=on").json["token_ids"]
+        for arguments in (("-m", tmp_path / "int4"), ("-m", source, "--quantize", "int4"))
+    ]
+    assert replies[0] == replies[1] and len(replies[0]) == 24
+
+
+@pytest.mark.slow
+def test_transposed_experts_are_rounded_at_load_alone(spd_run: Callable, tmp_path: Path) -> None:
+    source = write_dense(tmp_path / "source", "gpt_oss", dtype="bfloat16")
+    refused = spd_run("quantize", source, tmp_path / "int4")
+    assert refused.code != 0 and "stored transposed" in refused.err
+    words = ("--prompt-ids", "3,9,4", "--quantize", "int4", "--spec", "off", "-n", "4", "--json")
+    assert spd_run("generate", "-m", source, words).json["token_ids"]
 
 
 def test_every_tensor_is_there_rounded_or_as_it_was(spd_run: Callable, tmp_path: Path) -> None:

@@ -158,11 +158,10 @@ def quantize(session: Session, options: QuantizeOptions) -> None:
         rounded = find_rounded_specs(source, options.mtp_too)
         if not rounded:
             raise UsageError(f"{options.model}: no matrix has rows that groups of 32 divide")
-        is_tied = source.config.tie_embeddings
-        output_tensors = rounded_checkpoint_tensors(checkpoint, rounded, ties_head=is_tied)
+        output_tensors = rounded_checkpoint_tensors(checkpoint, rounded, source.config)
         config = {
             **source.fields.values,
-            "quantization_config": quantization_config(checkpoint, rounded),
+            "quantization_config": quantization_config(rounded),
         }
         if not options.dry_run:
             with Ticker(session.console) as ticker, open_stage(destination) as stage:

@@ -16,6 +16,7 @@ from torch import Tensor
 from spd.errors import IncompatibleError
 from spd.formats.checkpoint import FLOAT_DTYPES, Checkpoint
 from spd.formats.folder import ModelFolder
+from spd.formats.model_config import ModelConfig
 from spd.formats.mtp_layout import is_mtp_tensor
 from spd.formats.names import HEAD
 from spd.formats.safetensors_header import TensorMeta
@@ -27,6 +28,7 @@ from spd.kernels.linear.few_bits import FOUR_BIT_KINDS, unpack_nibbles
 from spd.kernels.linear.group_rounding import quantize_groups
 from spd.runtime.load.packed_weights import split_code_bits
 from spd.runtime.models import family_layout
+from spd.runtime.models.layouts import MoeLayout
 from spd.runtime.models.weight_forms import PackedSpec, WeightForm, rounded_kinds, rounded_spec
 from spd.runtime.models.weights import check_weights, iterate_parameters
 
@@ -43,6 +45,14 @@ def find_rounded_specs(folder: ModelFolder, includes_mtp: bool) -> dict[str, Pac
     config = folder.config
     if config.quantization is not None:
         raise IncompatibleError(f"the weights of {folder.path} are quantized already")
+    if any(
+        isinstance(layer.mlp, MoeLayout) and layer.mlp.has_biases and layer.mlp.is_transposed
+        for layer in layout.layers
+    ):
+        message = (
+            f"the experts of {folder.path} are stored transposed, and no folder in codes is so"
+        )
+        raise IncompatibleError(message, reason=["--quantize int4 rounds them at load."])
     check_weights(folder.checkpoint, config, layout)
     form = WeightForm("int4", rounded=rounded_kinds(config))
     specs: dict[str, PackedSpec] = {}
@@ -69,24 +79,29 @@ def find_rounded_specs(folder: ModelFolder, includes_mtp: bool) -> dict[str, Pac
 
 
 def rounded_checkpoint_tensors(
-    checkpoint: Checkpoint, specs: Specs, *, ties_head: bool
+    checkpoint: Checkpoint, specs: Specs, config: ModelConfig
 ) -> list[OutputTensor]:
     """Return every tensor of a checkpoint as it is written: codes and scales of those that are
     rounded.
 
-    ties_head: a head that is stored nevertheless is a copy, and is left out.
+    A tied head that is stored nevertheless is a copy, and is left out.
     """
     outputs: list[OutputTensor] = []
     for name, meta in checkpoint.tensors.items():
         if name in specs:
-            outputs += _rounded_outputs(checkpoint, name, specs[name])
-        elif name != HEAD or not ties_head:
+            outputs += _rounded_outputs(checkpoint, name, specs[name], config.dtype)
+        elif name != HEAD or not config.tie_embeddings:
             outputs += output_tensors(checkpoint, [meta._replace(name=_stored_name(name, meta))])
     return outputs
 
 
-def _rounded_outputs(checkpoint: Checkpoint, name: str, spec: PackedSpec) -> list[OutputTensor]:
-    """Return the tensors that store a rounded matrix. It is rounded when the first is written."""
+def _rounded_outputs(
+    checkpoint: Checkpoint, name: str, spec: PackedSpec, dtype: str
+) -> list[OutputTensor]:
+    """Return the tensors that store a rounded matrix. It is rounded when the first is written.
+
+    dtype: the model's, which a stored matrix of another one is given first, as it is at load.
+    """
     meta = checkpoint.tensors[name]
     stem = _stored_name(name, meta).removesuffix("weight")
     rows, columns = meta.shape
@@ -102,7 +117,8 @@ def _rounded_outputs(checkpoint: Checkpoint, name: str, spec: PackedSpec) -> lis
     def make_bytes(last: str) -> Iterator[bytes]:
         """Yield the bytes of one tensor; the others wait for their turn."""
         if not parts:
-            parts.update(_round_matrix(checkpoint.read(name), spec))
+            weight = checkpoint.read(name).to(getattr(torch, dtype))
+            parts.update(_round_matrix(weight, spec))
         yield _to_bytes(parts.pop(last))
 
     return [
@@ -121,15 +137,13 @@ def _round_matrix(weight: Tensor, spec: PackedSpec) -> dict[str, Tensor]:
     return parts if upper is None else parts | {"weight_upper": upper}
 
 
-def quantization_config(checkpoint: Checkpoint, specs: Specs) -> dict[str, Any]:
-    """Return the entry of config.json: the modules of each number of bits.
+def quantization_config(specs: Specs) -> dict[str, Any]:
+    """Return the entry of config.json: the modules of each number of bits, by the names that layouts
+    have.
 
     They are named by a pattern for their last name, where all modules with it are alike.
     """
-    modules = {
-        _stored_name(name, checkpoint.tensors[name]).removesuffix(".weight"): CODE_BITS[spec.kind]
-        for name, spec in specs.items()
-    }
+    modules = {name.removesuffix(".weight"): CODE_BITS[spec.kind] for name, spec in specs.items()}
     bits_by_last_name: defaultdict[str, set[int]] = defaultdict(set)
     for module, bits in modules.items():
         bits_by_last_name[module.rpartition(".")[2]].add(bits)
