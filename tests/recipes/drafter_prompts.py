@@ -18,7 +18,7 @@ from tests.recipes.demo_corpus import Corpus, build_corpus
 CATEGORIES = ("code", "edit", "summarise", "reasoning", "creative")
 MAX_FUNCTION_LINES = 14
 MAX_TEXT = 420
-"""Characters of a text that a prompt quotes."""
+"""Characters of a text that a prompt quotes, unless others are asked for."""
 CODE = (
     "Write a Python function `{name}({arguments})` for this description: {sentence}",
     "Write a Python function that does this: {sentence} Raise ValueError for bad arguments.",
@@ -117,16 +117,21 @@ class Sources:
 
     names: Sequence[Documented]
     functions: Sequence[str]
+    max_text: int = MAX_TEXT
+    """Characters of a text that a prompt quotes, at most."""
 
 
-def read_sources(corpus: Corpus | None = None) -> Sources:
-    """Return documented names and short functions of the training side of the demo's corpus."""
+def read_sources(corpus: Corpus | None = None, max_text: int = MAX_TEXT) -> Sources:
+    """Return documented names and short functions of the training side of the demo's corpus.
+
+    max_text: characters of a text that a prompt quotes, at most.
+    """
     corpus = corpus or build_corpus()
     names = [Documented(name, text) for name, text in corpus.answers if len(text) >= 40]
     functions: list[str] = []
     for text in corpus.training:
         functions += _short_functions(text)
-    return Sources(names, functions)
+    return Sources(names, functions, max_text)
 
 
 def _short_functions(source: str) -> list[str]:
@@ -170,11 +175,11 @@ def _documented_values(sources: Sources, draw: random.Random) -> dict[str, str]:
 
 def _join_texts(sources: Sources, documented: Documented, draw: random.Random) -> str:
     """Return documentation of a name, followed by other names' up to a length drawn."""
-    length = draw.randrange(120, MAX_TEXT)
+    length = draw.randrange(120, sources.max_text)
     text = documented.text
     while len(text) < length:
         text += " " + draw.choice(sources.names).text
-    return text[: text.rfind(" ", 0, MAX_TEXT)] if len(text) > MAX_TEXT else text
+    return text[: text.rfind(" ", 0, sources.max_text)] if len(text) > sources.max_text else text
 
 
 def _worldly_values(draw: random.Random) -> dict[str, str]:

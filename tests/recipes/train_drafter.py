@@ -39,7 +39,7 @@ from tests.recipes.drafter_heads import (
     load_weights,
     save_drafter,
 )
-from tests.recipes.drafter_prompts import make_prompt, read_sources
+from tests.recipes.drafter_prompts import MAX_TEXT, make_prompt, read_sources
 
 DECAY = 0.8
 """The weight of a draft step's loss, of that of the step before it."""
@@ -314,7 +314,8 @@ def new_training(target: Target, data: Data, arguments: argparse.Namespace) -> T
 def train(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train until the last step or for the minutes of a slice; return its record."""
     began = time.monotonic()
-    paths = [data_path(arguments.work / "data", number) for number in range(arguments.files)]
+    numbers = range(arguments.first, arguments.files)
+    paths = [data_path(arguments.work / "data", number) for number in numbers]
     data = Data(paths)
     training = new_training(target, data, arguments)
     tables = Tables.of(target, training.draft_ids)
@@ -348,7 +349,7 @@ def train(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_seen": training.tokens,
         "data": {
             "sha256": data_digest(paths),
-            "files": len(paths),
+            "files": [arguments.first, arguments.files],
             "tokens": len(data.ids),
             "reply_tokens": int((data.lengths - data.starts).sum()),
         },
@@ -364,11 +365,13 @@ def rounded(values: Sequence[float]) -> list[float]:
 def make_data(target: Target, arguments: argparse.Namespace) -> None:
     """Write the files of data that are missing, or a part of them."""
     part, parts = map(int, arguments.part.split("/"))
-    sources = read_sources()
+    sources = read_sources(max_text=arguments.text_characters)
     plan = DataPlan(
-        tuple(arguments.taps) if arguments.taps else default_taps(target.config.num_hidden_layers)
+        tuple(arguments.taps) if arguments.taps else default_taps(target.config.num_hidden_layers),
+        prompt_tokens=arguments.prompt_tokens,
+        reply_tokens=arguments.reply_tokens,
     )
-    numbers = range(part, arguments.files, parts)
+    numbers = range(arguments.first + part, arguments.files, parts)
     files = make_files(
         target, lambda n: make_prompt(sources, n)[1], arguments.work / "data", plan, numbers
     )
@@ -385,6 +388,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--files", type=int, default=100, help="of about 64 replies each")
+    parser.add_argument("--first", type=int, default=0, help="file: a later slice takes new ones")
+    parser.add_argument("--prompt-tokens", type=int, default=160, help="of data, at most")
+    parser.add_argument("--reply-tokens", type=int, default=88, help="of data, at most")
+    parser.add_argument("--text-characters", type=int, default=MAX_TEXT, help="quoted in prompts")
     parser.add_argument("--part", default="0/1", help="which files this process writes")
     parser.add_argument("--minutes", type=float, default=150.0, help="of a slice")
     parser.add_argument("--save-minutes", type=float, default=5.0)
