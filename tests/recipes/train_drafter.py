@@ -44,6 +44,8 @@ from tests.recipes.drafter_prompts import MAX_TEXT, make_prompt, read_sources
 DECAY = 0.8
 """The weight of a draft step's loss, of that of the step before it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SORTED_STEPS = 32
+"""Steps whose rows are sorted by length together."""
 START_TEXTS = 384
 """Texts that a drafter's first weights follow from."""
 WARM_UP = 20
@@ -123,12 +125,17 @@ class Data:
         )
 
     def order(self, step: int, rows: int, seed: int) -> Tensor:
-        """Return the rows of a step: every epoch has an order of its own."""
+        """Return the rows of a step: every epoch has an order of its own.
+
+        Rows of about one length make a step, as shorter ones are filled up to the longest.
+        """
         per_epoch = max(1, len(self.lengths) // rows)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step // per_epoch)
-        order = torch.randperm(len(self.lengths), generator=generator)
-        first = step % per_epoch * rows
-        return order[first : first + rows]
+        order = torch.randperm(len(self.lengths), generator=generator)[: per_epoch * rows]
+        pools = order.split(SORTED_STEPS * rows)
+        by_length = torch.cat([pool[self.lengths[pool].argsort(stable=True)] for pool in pools])
+        place = int(torch.randperm(per_epoch, generator=generator)[step % per_epoch])
+        return by_length[place * rows : (place + 1) * rows]
 
 
 @dataclass(frozen=True)
