@@ -1,7 +1,7 @@
 """Measure the C kernels' products, and which of two bounds holds them: reading or multiplying.
 
     python -m benchmarks.cpu_products [--instructions AVX2,...] [--shapes 0.35B,4096x1024,...]
-                                      [--forms bf16,int4,Q4_K,...] [--rows 1,4,8,16]
+                                      [--forms bf16,iq4,Q4_K,...] [--rows 1,4,8,16]
                                       [--repetitions 60] [--json]
 
 A line is a form of weights [N, K] with whole activations or those of `--activations int8`, by one
@@ -35,6 +35,7 @@ from torch import Tensor
 from benchmarks.cpu_attention import read_rate
 from benchmarks.environment import describe_commit, describe_machine
 from spd.formats.hub import spd_cache_folder
+from spd.kernels.capabilities import CodeKind
 from spd.kernels.linear.few_bits import quantize_int8
 from spd.kernels.linear.group_rounding import quantize_groups
 from spd.kernels.native import build
@@ -49,7 +50,9 @@ BYTES_IN_TURN = 1 << 26
 MODELS = {"0.35B": ("2048x1024", "1024x1024", "6144x1024", "1024x3072", "8192x1024")}
 """The matrices of a model: attention's two, the MLP's two, and the head."""
 SHAPES = ["1024x1024", "4096x1024", "2048x8192"]
-FORMS = ["bf16", "int8", "int4", "Q4_K", "Q8_0", "Q4_0", "Q6_K"]
+ROUNDED_KINDS: tuple[CodeKind, ...] = ("iq4", "int5", "int6")
+"""What `--quantize int4` rounds to."""
+FORMS = ["bf16", "int8", *ROUNDED_KINDS, "Q4_K", "Q8_0", "Q4_0", "Q6_K"]
 MULTIPLIER = """
 #include "vector.h"
 #if SPD_NEON
@@ -126,12 +129,15 @@ def draw_weight(form: str, width: int, depth: int) -> AnyMatrix:
     """Return a random weight [width, depth]: plain, as `--quantize` makes it, or of a GGUF type."""
     from tests.kernels.gguf_cases import drawn_blocks, grouped
 
-    if form not in ("bf16", "int8", "int4"):
-        return grouped(form, drawn_blocks(form, width, depth), width)
     plain = torch.randn(width, depth, generator=seeded_generator())
+    for kind in ROUNDED_KINDS:
+        if form == kind:
+            return quantize_groups(plain, kind)
+    if form == "int8":
+        return quantize_int8(plain)
     if form == "bf16":
         return plain.bfloat16()
-    return quantize_groups(plain, "iq4") if form == "int4" else quantize_int8(plain)
+    return grouped(form, drawn_blocks(form, width, depth), width)
 
 
 def multiply_rates(instructions: str) -> dict[str, float]:

@@ -145,7 +145,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (
             f"{BUILD}.processor_features",
             lambda: frozenset({"avx2"}),
-            "neither AVX2 with FMA nor NEON",
+            "neither AVX2 with FMA and F16C nor NEON",
         ),
         ("tempfile.tempdir", str(tmp_path / "none"), "cannot be compiled"),
     ):

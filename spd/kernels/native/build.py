@@ -58,7 +58,7 @@ FEATURES = {
     "AVX512-BF16": BF16_FEATURES,
     "AVX512-VNNI": AVX512_FEATURES | {"avx512_vnni"},
     "AVX512": AVX512_FEATURES,
-    "AVX2": frozenset({"avx2", "fma"}),
+    "AVX2": frozenset({"avx2", "fma", "f16c"}),
     "NEON": frozenset({"asimd"}),
 }
 """The features in /proc/cpuinfo that each set of instructions needs, the best set first."""
@@ -131,7 +131,7 @@ def unavailable_reason() -> str | None:
     Nothing is compiled.
     """
     if instructions() is None:
-        return "this processor has neither AVX2 with FMA nor NEON"
+        return "this processor has neither AVX2 with FMA and F16C nor NEON"
     return (
         None
         if find_compiler()

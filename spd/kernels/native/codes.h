@@ -9,6 +9,7 @@
 #ifndef SPD_CODES_H
 #define SPD_CODES_H
 
+#include "bytes.h"
 #include "ending.h"
 #include "int8.h"
 
@@ -30,9 +31,6 @@ INLINE vec number(ints x, const int kind, vec zero)
     return as_vec(either(as_ints(size), left_by(masked(x, 128), 24)));
 }
 
-/* Lanes whose codes' upper bits lie in one lane. */
-static inline int lanes_together(int kind) { return kind == INT5 ? 4 : kind == INT6 ? 2 : 1; }
-
 /* A number of 16 columns of one side at depth 4 z + n; part: z modulo `lanes_together`. */
 INLINE vec number_at(const uint8_t *codes, const int kind, int z, const int part, const int n, const int side, vec zero)
 {
@@ -46,33 +44,90 @@ INLINE vec number_at(const uint8_t *codes, const int kind, int z, const int part
     return number(x, kind, zero);
 }
 
-INLINE void decode_kind(const uint8_t *codes, const int kind, const vec *zeros, int from, int to, Number *tiles)
+/* Whether numbers are made of bytes: see `upper_byte`. */
+static inline int are_of_bytes(int kind) { return UPPER_BYTES && kind != E4M3; }
+
+/* What numbers are counted in. */
+static inline float unit_of(int kind)
 {
+    if (!are_of_bytes(kind)) return 1.0f;
+    return kind == E2M1 ? 0x1p-25f : 0x1p-24f;
+}
+
+/* What is less in a group's numbers than in its codes: in those of both sides' columns, or in every byte. */
+typedef struct {
+    vec numbers[2];
+    ints bytes;
+} Zeros;
+
+INLINE Zeros group_zeros(const Weight *w, long at)
+{
+    const int32_t byte = zero_byte(w);
+    Zeros zeros = {{vall(middle_of(w)), vall(middle_of(w))}, alli((byte & 255) * 0x01010101)};
+    for (int side = 0; w->zeros && side < 2; side++) {
+        vec numbers = of_bytes(w->zeros + at * WIDTH + side * SIDE);
+        if (are_of_bytes(w->kind)) numbers = vmul(vadd(numbers, vall((float)byte)), vall(1.0f / unit_of(w->kind)));
+        zeros.numbers[side] = numbers;
+    }
+    return zeros;
+}
+
+/* Numbers of 16 columns of one side at depths 4 z to 4 z + 3; part: z modulo `lanes_together`. */
+INLINE void numbers_at(const uint8_t *codes, const int kind, const int has_zeros, int z, const int part, const int side,
+    const Zeros *zeros, vec numbers[4])
+{
+    (void)has_zeros;
+#if UPPER_BYTES
+    if (are_of_bytes(kind)) {
+        const __m256i *places = upper_places();
+        ints bytes = bytes_of(codes, kind, z, part, side);
+        if (!has_zeros && kind != IQ4 && kind != INT8) bytes = bytes_less(bytes, zeros->bytes);
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++) {
+            numbers[n] = of_ints(upper_byte(bytes, n / 2 + n % 2 * 2, places));
+            if (has_zeros) numbers[n] = vsub(numbers[n], zeros->numbers[side]);
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) numbers[n] = number_at(codes, kind, z, part, n, side, zeros->numbers[side]);
+}
+
+/* What stands for `of_kind(w, kind, has_zeros, ...)` with constants in place of a weight's. */
+#define OF_KIND(of_kind, w, ...) \
+    if (w->kind == INT4 && w->zeros) of_kind(w, INT4, 1, __VA_ARGS__); \
+    else if (w->kind == INT4) of_kind(w, INT4, 0, __VA_ARGS__); \
+    else if (w->kind == INT8 && w->zeros) of_kind(w, INT8, 1, __VA_ARGS__); \
+    else if (w->kind == INT8) of_kind(w, INT8, 0, __VA_ARGS__); \
+    else if (w->kind == E2M1) of_kind(w, E2M1, 0, __VA_ARGS__); \
+    else if (w->kind == INT5) of_kind(w, INT5, 0, __VA_ARGS__); \
+    else if (w->kind == INT6) of_kind(w, INT6, 0, __VA_ARGS__); \
+    else if (w->kind == IQ4) of_kind(w, IQ4, 0, __VA_ARGS__); \
+    else if (w->kind == MX4) of_kind(w, MX4, 0, __VA_ARGS__); \
+    else of_kind(w, E4M3, 0, __VA_ARGS__)
+
+INLINE void decode_kind(const Weight *w, const int kind, const int has_zeros, const uint8_t *codes, const Zeros *zeros,
+    int from, int to, Number *tiles)
+{
+    (void)w;
     for (int z = from / 4; z < to / 4; z += lanes_together(kind))
 #pragma GCC unroll 4
         for (int part = 0; part < lanes_together(kind); part++)
 #pragma GCC unroll 2
-            for (int side = 0; side < 2; side++)
-#pragma GCC unroll 2
-                for (int n = 0; n < 4; n += 2) {
-                    vec first = number_at(codes, kind, z + part, part, n, side, zeros[side]);
-                    vec second = number_at(codes, kind, z + part, part, n + 1, side, zeros[side]);
-                    place_numbers(tiles + side * TILE, 2 * (z + part) + n / 2, first, second);
-                }
+            for (int side = 0; side < 2; side++) {
+                vec numbers[4];
+                numbers_at(codes, kind, has_zeros, z + part, part, side, zeros, numbers);
+                place_numbers(tiles + side * TILE, 2 * (z + part), numbers[0], numbers[1]);
+                place_numbers(tiles + side * TILE, 2 * (z + part) + 1, numbers[2], numbers[3]);
+            }
 }
 
 /* One step of a block into two tiles of numbers: depths `from` to `to`. */
-static void decode(const uint8_t *codes, int kind, const vec *zeros, int from, int to, Number *tiles)
+static void decode(const Weight *w, const uint8_t *codes, const Zeros *zeros, int from, int to, Number *tiles)
 {
     if (SPD_PAIRS && to - from < DEPTH) memset(tiles, 0, 2 * TILE * sizeof(Number));
-    if (kind == INT4) decode_kind(codes, INT4, zeros, from, to, tiles);
-    else if (kind == INT8) decode_kind(codes, INT8, zeros, from, to, tiles);
-    else if (kind == E2M1) decode_kind(codes, E2M1, zeros, from, to, tiles);
-    else if (kind == INT5) decode_kind(codes, INT5, zeros, from, to, tiles);
-    else if (kind == INT6) decode_kind(codes, INT6, zeros, from, to, tiles);
-    else if (kind == IQ4) decode_kind(codes, IQ4, zeros, from, to, tiles);
-    else if (kind == MX4) decode_kind(codes, MX4, zeros, from, to, tiles);
-    else decode_kind(codes, E4M3, zeros, from, to, tiles);
+    OF_KIND(decode_kind, w, codes, zeros, from, to, tiles);
 }
 
 #if SPD_PAIRS
@@ -99,18 +154,19 @@ static inline int is_fused(const Weight *w)
 
 #if !SPD_PAIRS
 /* One row a with codes of one block, whose numbers are used as they are made: c [32]. row_sums: of the row's steps. */
-INLINE void one_row(const Left *a, const float *row_sums, const Weight *w, const int kind, const uint8_t *codes, long at,
-    float *c)
+INLINE void one_row(const Weight *w, const int kind, const int has_zeros, const Left *a, const float *row_sums,
+    const uint8_t *codes, long at, float *c)
 {
     const long size = step_bytes(kind), halved = w->group < DEPTH;
+    const vec unit = vall(unit_of(kind));
     Factors factors = {0};
+    Zeros zeros = group_zeros(w, at);
     memset(c, 0, WIDTH * sizeof *c);
     for (long g = 0; g < w->groups; g++) {
         long k = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH);
         int from = halved && g % 2 ? 4 : 0, to = halved && g % 2 == 0 ? 4 : 8;
-        vec sums[2] = {vzero(), vzero()}, zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
-        if (w->zeros)
-            for (int side = 0; side < 2; side++) zeros[side] = of_bytes(w->zeros + (at + g) * WIDTH + side * SIDE);
+        vec sums[2] = {vzero(), vzero()};
+        if (has_zeros) zeros = group_zeros(w, at + g);
         if (begins_super(w, g)) load_factors(w, at + g, &factors);
         for (last = last < w->steps ? last : w->steps; k < last; k++) {
             const uint8_t *step = codes + k * size;
@@ -118,17 +174,19 @@ INLINE void one_row(const Left *a, const float *row_sums, const Weight *w, const
             for (int z = from; z < to; z += lanes_together(kind))
 #pragma GCC unroll 4
                 for (int part = 0; part < lanes_together(kind); part++)
-#pragma GCC unroll 4
-                    for (int n = 0; n < 4; n++) {
-                        vec x = vall(a[k * DEPTH + 4 * (z + part) + n]);
 #pragma GCC unroll 2
-                        for (int side = 0; side < 2; side++)
-                            sums[side] = vfma(x, number_at(step, kind, z + part, part, n, side, zeros[side]), sums[side]);
+                    for (int side = 0; side < 2; side++) {
+                        vec numbers[4];
+                        numbers_at(step, kind, has_zeros, z + part, part, side, &zeros, numbers);
+#pragma GCC unroll 4
+                        for (int n = 0; n < 4; n++)
+                            sums[side] = vfma(vall(a[k * DEPTH + 4 * (z + part) + n]), numbers[n], sums[side]);
                     }
         }
         for (int side = 0; side < 2; side++) {
             float *to_add = c + side * SIDE;
-            vec sum = vfma(sums[side], scales_of(w, &factors, at + g, side), loadf(to_add, SIDE));
+            const vec scale = vmul(scales_of(w, &factors, at + g, side), unit);
+            vec sum = vfma(sums[side], scale, loadf(to_add, SIDE));
             if (w->minima) sum = vfnma(vall(row_sums[g]), minima_of(w, &factors, at + g, side), sum);
             storef(to_add, SIDE, sum);
         }
@@ -138,14 +196,7 @@ INLINE void one_row(const Left *a, const float *row_sums, const Weight *w, const
 static __attribute__((noinline)) void one_row_of_kind(
     const Left *a, const float *row_sums, const Weight *w, const uint8_t *codes, long at, float *c)
 {
-    if (w->kind == INT4) one_row(a, row_sums, w, INT4, codes, at, c);
-    else if (w->kind == INT8) one_row(a, row_sums, w, INT8, codes, at, c);
-    else if (w->kind == E2M1) one_row(a, row_sums, w, E2M1, codes, at, c);
-    else if (w->kind == INT5) one_row(a, row_sums, w, INT5, codes, at, c);
-    else if (w->kind == INT6) one_row(a, row_sums, w, INT6, codes, at, c);
-    else if (w->kind == IQ4) one_row(a, row_sums, w, IQ4, codes, at, c);
-    else if (w->kind == MX4) one_row(a, row_sums, w, MX4, codes, at, c);
-    else one_row(a, row_sums, w, E4M3, codes, at, c);
+    OF_KIND(one_row, w, a, row_sums, codes, at, c);
 }
 #endif
 
@@ -157,6 +208,7 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
     Number numbers[PANEL * 2 * TILE] __attribute__((aligned(64)));
     long steps = w->steps, groups = w->groups, halved = w->group < DEPTH;
     const uint8_t *codes = (const uint8_t *)w->tiles + index * steps * step_bytes(w->kind);
+    const vec unit = vall(unit_of(w->kind));
     Factors factors = {0};
 #if SPD_PAIRS
     CodeTables tables = code_tables(w);
@@ -188,9 +240,7 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
         for (long g = 0; g < groups; g++) {
             long first = g * w->group / DEPTH, last = parts((g + 1) * w->group, DEPTH), at = index * groups + g;
             int from = halved && g % 2 ? SIDE : 0, to = halved && g % 2 == 0 ? SIDE : DEPTH;
-            vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
-            if (w->zeros)
-                for (int side = 0; side < 2; side++) zeros[side] = of_bytes(w->zeros + at * WIDTH + side * SIDE);
+            Zeros zeros = group_zeros(w, at);
 #if SPD_PAIRS
             if (w->zeros && is_paired(w->kind)) load_zeros(&tables, w, at);
 #endif
@@ -202,19 +252,19 @@ static void multiply_codes(Rows from_rows, long rows, const Weight *w, long inde
                     const uint8_t *step = codes + (k + i) * step_bytes(w->kind);
                     for (long line = 0; line < step_bytes(w->kind); line += LANES)
                         __builtin_prefetch(step + line + 4096, 0, 3);
-                    Number *numbers_at = numbers + i * 2 * TILE;
+                    Number *tiles_at = numbers + i * 2 * TILE;
 #if SPD_PAIRS
-                    if (is_paired(w->kind)) decode_by_tables(&tables, w, step, from, to, numbers_at);
+                    if (is_paired(w->kind)) decode_by_tables(&tables, w, step, from, to, tiles_at);
                     else
 #endif
-                        decode(step, w->kind, zeros, from, to, numbers_at);
+                        decode(w, step, &zeros, from, to, tiles_at);
                 }
                 for (long m = 0; m < count; m += WIDTH)
                     number_product(left + left_row(top + m, steps) + k * LEFT_STEP, steps * TILE,
                         (int)(count - m < WIDTH ? count - m : WIDTH), numbers, deep, from, to, k == first, part + m * WIDTH);
             }
             for (int side = 0; side < 2; side++) {
-                vec scale = scales_of(w, &factors, at, side);
+                const vec scale = vmul(scales_of(w, &factors, at, side), unit);
                 for (long r = 0; r < count; r++) {
                     float *to_add = total + r * WIDTH + side * SIDE;
                     vec sum = vfma(loadf(part + r * WIDTH + side * SIDE, SIDE), scale, loadf(to_add, SIDE));

@@ -1,5 +1,6 @@
 /* Products with rounded rows: see int8.h. Bytes are multiplied as each set of instructions does it: see vector.h. */
 
+#include "bytes.h"
 #include "int8.h"
 
 /* A block of 32 elements is 0 if none is larger. */
@@ -18,16 +19,6 @@ typedef struct {
 _Static_assert(SIDE * sizeof(Step) <= TILE * sizeof(element), "rows take the room of a left side");
 
 static inline long step_of(long row, long steps) { return row / SIDE * steps * SIDE + row % SIDE; }
-
-/* The byte that stands for 0, where there are no zero points; what these are more than, where there are. */
-static inline int32_t zero_byte(const Weight *w)
-{
-    const int32_t bias = SIGNED_BYTES ? 128 : 0;
-    if (w->kind == MX4 || w->kind == E2M1) return 12;
-    if (w->kind == IQ4) return 128 - bias;
-    if (w->zeros) return w->kind == INT8 ? -bias : 0;
-    return (int32_t)middle_of(w) - (w->kind == INT8 ? bias : 0);
-}
 
 static void round_step(vec a, vec b, const Weight *w, Step *step)
 {
@@ -69,25 +60,6 @@ void place_int8(const element *x, const float *norm, float epsilon, long depth, 
     }
 }
 
-/* Codes of 16 columns at four depths, lane z of one side, as the bytes that are multiplied. */
-INLINE ints bytes_of(const uint8_t *step, const int kind, const int z, const int side)
-{
-    static const int8_t iq4[SIDE] = {OF_IQ4};
-    static const int8_t mx4[SIDE] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    if (kind == INT8) {
-        ints x = loadi(step + (2 * z + side) * LANES);
-        return SIGNED_BYTES ? flipped(x, (int32_t)0x80808080) : x;
-    }
-    ints x = masked(right(loadi(step + z * LANES), 4 * (unsigned)side), 0x0f0f0f0f);
-    if (kind == MX4) return bytes_of_table(mx4, x);
-    if (kind == IQ4) return SIGNED_BYTES ? bytes_of_table(iq4, x) : flipped(bytes_of_table(iq4, x), (int32_t)0x80808080);
-    if (kind == INT4) return x;
-    const int bits = kind == INT5 ? 1 : 2, lanes = 4 / bits, place = bits * (2 * (z % lanes) + side);
-    ints upper = loadi(step + (8 + z / lanes) * LANES);
-    upper = place < 4 ? left_by(upper, 4 - (unsigned)place) : right(upper, (unsigned)place - 4);
-    return either(x, masked(upper, bits == 1 ? 0x10101010 : 0x30303030));
-}
-
 /* Lanes of which partial sums hold the products: see dot. */
 INLINE int lanes_at_once(const int kind)
 {
@@ -107,7 +79,7 @@ INLINE void add_products(ints *sums, const Step *a, const int count, const uint8
         for (int r = 0; r < count; r++) parts[r] = begun(sums[r]);
 #pragma GCC unroll 8
         for (int z = first; z < (first + at_once < to ? first + at_once : to); z++) {
-            ints bytes = bytes_of(codes, kind, z, side);
+            ints bytes = bytes_of(codes, kind, z, z % lanes_together(kind), side);
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) parts[r] = dot(parts[r], bytes, a[r].numbers + 4 * z, is_signed);
         }

@@ -21,7 +21,7 @@ INLINE void sum_columns(__m256i (*sums)[2], const Step *a, const int count, cons
         for (int z = first; z < (first + at_once < to ? first + at_once : to); z++) {
             __m256i bytes[2];
 #pragma GCC unroll 2
-            for (int s = 0; s < sides; s++) bytes[s] = bytes_of(codes, kind, z, side + s).q[0];
+            for (int s = 0; s < sides; s++) bytes[s] = bytes_of(codes, kind, z, z % lanes_together(kind), side + s).q[0];
 #pragma GCC unroll 8
             for (int r = 0; r < count; r++) {
                 const __m256i four = all_four(a[r].numbers + 4 * z);

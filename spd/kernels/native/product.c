@@ -79,7 +79,8 @@ static void decode_rows(const void *work, Share *share, int member)
 {
     const Lookup *o = work;
     const Weight *w = &o->weight;
-    const vec zeros[2] = {vall(middle_of(w)), vall(middle_of(w))};
+    const Zeros zeros = group_zeros(w, 0);
+    const float unit = unit_of(w->kind);
     const long size = step_bytes(w->kind);
     Number tiles[2 * TILE] __attribute__((aligned(64)));
     Factors factors = {0};
@@ -88,7 +89,7 @@ static void decode_rows(const void *work, Share *share, int member)
         long block = o->ids[r] / WIDTH, side = o->ids[r] % WIDTH / SIDE, column = o->ids[r] % SIDE;
         const uint8_t *codes = (const uint8_t *)w->tiles + block * w->steps * size;
         for (long d = 0; d < o->depth; d += DEPTH) {
-            decode(codes + d / DEPTH * size, w->kind, zeros, 0, DEPTH, tiles);
+            decode(w, codes + d / DEPTH * size, &zeros, 0, DEPTH, tiles);
             for (int i = 0; i < DEPTH; i++) {
                 if ((d + i) % w->group == 0) {
                     long at = block * w->groups + (d + i) / w->group;
@@ -96,7 +97,7 @@ static void decode_rows(const void *work, Share *share, int member)
                     storef(scales, SIDE, scales_of(w, &factors, at, (int)side));
                     if (w->minima) storef(minima, SIDE, minima_of(w, &factors, at, (int)side));
                 }
-                numbers[i] = number_value(tiles[side * TILE + number_place(i, (int)column)]) * scales[column] - minima[column];
+                numbers[i] = number_value(tiles[side * TILE + number_place(i, (int)column)]) * unit * scales[column] - minima[column];
             }
             for (int i = 0; i < DEPTH && d + i < o->depth; i += SIDE)
                 store(o->out + r * o->depth + d + i, o->depth - d - i, loadf(numbers + i, SIDE));

@@ -50,7 +50,8 @@ enum { SIDE = 16 };
    is 0. vec and ints: lanes of numbers, and of whole ones. between: which of the numbers first, first + 1, ... lie in
    low to last. vscaled: x * 2^power for whole powers from -126 to 252; vbelow_infinity: so that a power that is too
    large is one that can be made, and NaN stays. vexponent and vmantissa, of positive normal numbers:
-   x = mantissa * 2^exponent, the mantissa from 1 to 2.
+   x = mantissa * 2^exponent, the mantissa from 1 to 2. With UPPER_BYTES, upper_byte: lanes with byte n of x as their upper
+   one, and zeros.
 
    Products of bytes: `dot` adds, in each lane, the products of its four bytes with four of a row to a partial sum, which
    `begun` makes of a whole one and `ended` adds to it. With EXACT_PARTS a partial sum holds any number of products; else
@@ -105,6 +106,10 @@ STORED(half_vec, store_halves, save_halves, bf16)
 
 static inline vec vexponent(vec x) { return of_ints(plus(right(as_ints(x), 23), -127)); }
 static inline vec vmantissa(vec x) { return as_vec(either(masked(as_ints(x), 0x7fffff), as_ints(vall(1.0f)))); }
+#endif
+
+#ifndef UPPER_BYTES
+#define UPPER_BYTES 0
 #endif
 
 OF_TWO(vadd, add_ps)

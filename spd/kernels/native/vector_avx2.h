@@ -124,8 +124,22 @@ static inline __m256 eight_of_table(const float *table, __m256i x)
 }
 EACH(vec, of_table, eight_of_table(table, x.q[i]), const float *table, ints x)
 
-/* Sums of products of bytes: see vector.h. */
+/* Bytes of lanes: see vector.h. */
 EACH(ints, alli, _mm256_set1_epi32(x), int32_t x)
+EACH(ints, bytes_less, _mm256_sub_epi8(x.q[i], y.q[i]), ints x, ints y)
+/* Where bytes of lanes come from: of the lanes' upper byte the byte n, of the others none. */
+static inline const __m256i *upper_places(void)
+{
+#define FOUR_OF(n) -1, -1, -1, n, -1, -1, -1, (n) + 4, -1, -1, -1, (n) + 8, -1, -1, -1, (n) + 12
+    static const int8_t places[4][32] __attribute__((aligned(32))) = {
+        {FOUR_OF(0), FOUR_OF(0)}, {FOUR_OF(1), FOUR_OF(1)}, {FOUR_OF(2), FOUR_OF(2)}, {FOUR_OF(3), FOUR_OF(3)}};
+#undef FOUR_OF
+    const __m256i *found = (const __m256i *)places;
+    __asm__("" : "+r"(found)); /* registers do not suffice for them */
+    return found;
+}
+EACH(ints, upper_byte, n ? _mm256_shuffle_epi8(x.q[i], places[n]) : _mm256_slli_epi32(x.q[i], 24), ints x, const int n, const __m256i *places)
+#define UPPER_BYTES 1
 EACH(ints, times, _mm256_mullo_epi32(x.q[i], y.q[i]), ints x, ints y)
 EACH(ints, flipped, _mm256_xor_si256(x.q[i], _mm256_set1_epi32(bits)), ints x, int32_t bits)
 EACH(ints, nearest_ints, _mm256_cvtps_epi32(x.q[i]), vec x)

@@ -51,6 +51,8 @@ INLINE vec of_float16(const bf16 *p)
 {
 #if SPD_WIDE
     return _mm512_cvtph_ps(halves(p, SIDE));
+#elif !SPD_NEON
+    return (vec){{_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))}};
 #else
     ints x = as_ints(widened(halves(p, SIDE)));
     vec size = vmul(as_vec(right(masked(x, 0x7fff0000), 3)), vall(0x1p112f));
