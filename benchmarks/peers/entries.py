@@ -93,6 +93,8 @@ def _entry(
     command += ["--slots", str(options.slots)]
     if peer == "spd":
         command += ["--activations", options.activations]
+        if options.instructions is not None:
+            command += ["--instructions", options.instructions]
     if peer == "llama":
         command += ["--build", str(options.llama_cpp)]
     threads = str(options.threads)

@@ -245,6 +245,7 @@ def make_report(settings: Namespace, measured: Measured) -> dict[str, Any]:
             "bytes": settings.model.stat().st_size,
             "dtype": settings.dtype,
             "activations": settings.activations,
+            "instructions": settings.instructions,
             "draft_max": settings.draft_max,
             "pairs": settings.pairs,
             "starts": settings.starts,
@@ -287,6 +288,8 @@ def _peer_options(settings: Namespace) -> peer_options.Options:
     words += ["--only", "spd-plain,llama-plain,spd-ngram,llama-ngram"]
     words += ["--dtype", settings.dtype, "--draft-max", str(settings.draft_max)]
     words += ["--activations", settings.activations]
+    if settings.instructions is not None:
+        words += ["--instructions", settings.instructions]
     words += ["--ctx", str(CTX), "--threads", str(settings.threads)]
     return peer_options.parse_options(words)
 
@@ -304,6 +307,9 @@ def parse_settings(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--draft-max", type=int, default=8, metavar="K", help="of n-gram lookup")
     parser.add_argument("--dtype", default="auto", help="of spd; llama.cpp has its own")
     parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
+    parser.add_argument(
+        "--instructions", metavar="NAME", help="of spd's kernels, such as AVX2; the best otherwise"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.3, help="seconds before each run")
     parser.add_argument(

@@ -45,6 +45,7 @@ class Options:
     load_tokens: int
     load_rounds: int
     activations: str
+    instructions: str | None
     out: Path
 
     @property
@@ -106,6 +107,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--load-tokens", type=int, default=32, help="of each request of a load")
     parser.add_argument("--load-rounds", type=int, default=3)
     parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
+    parser.add_argument(
+        "--instructions", metavar="NAME", help="of spd's kernels, such as AVX2; the best otherwise"
+    )
     parser.add_argument("--only", help="comma list of entries, such as spd-plain,vllm-plain")
     parser.add_argument(
         "--vllm-preload", help="colon list of libraries (Intel OpenMP and tcmalloc if found)"
@@ -157,5 +161,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
         load_tokens=values.load_tokens,
         load_rounds=values.load_rounds,
         activations=values.activations,
+        instructions=values.instructions,
         out=values.out,
     )

@@ -44,6 +44,7 @@ class WorkerOptions:
     build: Path | None
     int4: bool
     activations: str
+    instructions: str | None
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> WorkerOptions:
         "--int4", action="store_true", help="with weights in four bits, made at load"
     )
     parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
+    parser.add_argument(
+        "--instructions", metavar="NAME", help="of spd's kernels, such as AVX2; the best otherwise"
+    )
     return WorkerOptions(**vars(parser.parse_args(arguments)))
 
 

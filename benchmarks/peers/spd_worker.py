@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -18,12 +19,16 @@ import spd
 from benchmarks.drafters import EngineOptions, engine_config
 from benchmarks.peers.protocol import ChunkClock, Generation, Speculation, WorkerOptions, serve
 from benchmarks.peers.stepped import SteppedEngine
+from spd.kernels.native import build
 from spd.runtime import Engine, Request, RoundRecord, SamplingParams
 from spd.runtime.lab.load import Pass, per_position
 
 
 def open_engine(options: WorkerOptions, draft_max: int, slots: int = 1) -> Engine:
     """Open an engine at fixed k; k = 0 is speculation off."""
+    if options.instructions is not None:
+        features = build.FEATURES[options.instructions]
+        mock.patch.object(build, "processor_features", lambda: features).start()
     speculation: EngineOptions = {"spec": "off"}
     if draft_max and options.eagle3 is not None:
         speculation = {
