@@ -37,6 +37,7 @@ from benchmarks.peers.entries import entries
 from benchmarks.peers.worker import Answer, Worker, exiting_on_terminate, peak_memory, read_answer
 from benchmarks.summaries import median_interval
 from spd.formats.folder import ModelFolder
+from spd.kernels.native.build import FEATURES
 
 SCHEMA = "spd.benchmarks.gguf_peers/1"
 CTX = 4096
@@ -308,7 +309,7 @@ def parse_settings(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--dtype", default="auto", help="of spd; llama.cpp has its own")
     parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
     parser.add_argument(
-        "--instructions", metavar="NAME", help="of spd's kernels, such as AVX2; the best otherwise"
+        "--instructions", choices=[*FEATURES], help="of spd's kernels; the best unless given"
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.3, help="seconds before each run")

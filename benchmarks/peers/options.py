@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.environment import ROOT
+from spd.kernels.native.build import FEATURES
 from spd.runtime.lab.load import Load
 
 RATE_SLOTS = 16
@@ -108,7 +109,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--load-rounds", type=int, default=3)
     parser.add_argument("--activations", default="whole", help="of spd: whole or int8")
     parser.add_argument(
-        "--instructions", metavar="NAME", help="of spd's kernels, such as AVX2; the best otherwise"
+        "--instructions", choices=[*FEATURES], help="of spd's kernels; the best unless given"
     )
     parser.add_argument("--only", help="comma list of entries, such as spd-plain,vllm-plain")
     parser.add_argument(

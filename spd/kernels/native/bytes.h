@@ -1,4 +1,4 @@
-/* Codes as bytes. */
+/* Codes as bytes, for products of rounded rows, and for numbers where processors convert bytes best. */
 
 #ifndef SPD_BYTES_H
 #define SPD_BYTES_H
@@ -8,7 +8,7 @@
 /* Lanes whose codes' upper bits lie in one lane. */
 static inline int lanes_together(int kind) { return kind == INT5 ? 4 : kind == INT6 ? 2 : 1; }
 
-/* The byte that stands for 0, where there are no zero points; what these are more than, where there are. */
+/* The byte that stands for 0. Where a weight has zero points: what is added to them. */
 static inline int32_t zero_byte(const Weight *w)
 {
     const int32_t bias = SIGNED_BYTES ? 128 : 0;

@@ -44,17 +44,17 @@ INLINE vec number_at(const uint8_t *codes, const int kind, int z, const int part
     return number(x, kind, zero);
 }
 
-/* Whether numbers are made of bytes: see `upper_byte`. */
+/* True if numbers are made of bytes: see `upper_byte`. */
 static inline int are_of_bytes(int kind) { return UPPER_BYTES && kind != E4M3; }
 
-/* What numbers are counted in. */
+/* The unit of numbers: a byte is the upper one of 32 bits, and those of E2M1 are twice their numbers. */
 static inline float unit_of(int kind)
 {
     if (!are_of_bytes(kind)) return 1.0f;
     return kind == E2M1 ? 0x1p-25f : 0x1p-24f;
 }
 
-/* What is less in a group's numbers than in its codes: in those of both sides' columns, or in every byte. */
+/* A group's zero points, which are taken off its codes: those of both sides' columns, or one for every byte. */
 typedef struct {
     vec numbers[2];
     ints bytes;
@@ -94,7 +94,7 @@ INLINE void numbers_at(const uint8_t *codes, const int kind, const int has_zeros
     for (int n = 0; n < 4; n++) numbers[n] = number_at(codes, kind, z, part, n, side, zeros->numbers[side]);
 }
 
-/* What stands for `of_kind(w, kind, has_zeros, ...)` with constants in place of a weight's. */
+/* Call `of_kind(w, kind, has_zeros, ...)` with constants for the weight's kind and zero points. */
 #define OF_KIND(of_kind, w, ...) \
     if (w->kind == INT4 && w->zeros) of_kind(w, INT4, 1, __VA_ARGS__); \
     else if (w->kind == INT4) of_kind(w, INT4, 0, __VA_ARGS__); \
